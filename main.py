@@ -1,0 +1,833 @@
+"""GRPO in one file: reinforcement learning that teaches a language model to reason, on one process or many.
+
+The algorithm, once per step:
+  1. take the next N questions (each rank its own)          questions
+  2. sample a group of G answers to each                    sample_trajectories
+  3. score every answer with the task's rewards             score
+  4. compare each answer with its group: A_ij = r_ij - mean_j r_ij         compute_advantages
+  5. raise the log-probability of the better ones and lower that of the worse:
+         loss = -(1/(B L)) sum_i sum_j sum_t A_ij log pi(a_ij[t] | q_i, a_ij[<t])       policy_loss
+  6. one AdamW step on the gradient that all ranks share    update_policy
+  7. now and then, measure on questions never trained on    evaluate
+
+That is Dr. GRPO. What it leaves out of GRPO as first published, and why: the division by the group's standard deviation
+(it favours questions that are nearly always or nearly never solved), the division by each answer's length (it favours long
+wrong answers), the KL penalty (it needs a second model, and rewards that are computed cannot be gamed by drifting), and the
+clipped ratio (with one update per batch the ratio is always 1). With `training.learning_type: sil` step 4 becomes
+self-imitation: the k best of n answers get advantage 1, the others 0.
+
+    torchrun --nproc-per-node=4 main.py                       four ranks: four GPUs, or four processes on the CPU
+    python main.py training.max_steps=20 training.seed=1      one rank; any key of config.yaml can be set like this
+    torchrun --nproc-per-node=4 main.py --config my.yaml      a file of keys laid over config.yaml
+"""
+
+import argparse
+import copy
+import difflib
+import hashlib
+import heapq
+import importlib.util
+import json
+import math
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import time
+import typing
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from functools import lru_cache
+from pathlib import Path
+from statistics import fmean, pstdev, stdev
+from types import UnionType
+from typing import Annotated, Literal
+
+from dotenv import dotenv_values
+
+# Before transformers and datasets are imported: they read HF_HUB_OFFLINE, HF_HOME and the like as they load.
+os.environ.update({key: value for key, value in dotenv_values(Path(__file__).with_name(".env")).items()
+                   if value is not None and key not in os.environ})
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks fork no workers, and there is nothing to warn of
+
+import torch
+import torch.distributed as dist
+import yaml
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from logger import Logger
+
+HERE = Path(__file__).resolve().parent
+# torchrun sets these; without it the process is the only rank. LOCAL_RANK picks the device, RANK picks the data.
+RANK = int(os.environ.get("RANK", "0"))
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", "0"))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+
+
+class UserError(Exception):
+    """Something the person who started the run can mend. Becomes one line and exit code 2, never a traceback."""
+
+
+# ================================================================ configuration
+# config.yaml <- --config files <- section.key=value. config.yaml holds every default; these classes hold types and bounds.
+
+Natural = Annotated[int, "an integer of at least 0", lambda value: value >= 0]
+Count = Annotated[int, "an integer of at least 1", lambda value: value >= 1]
+Positive = Annotated[float, "a number above 0", lambda value: value > 0]
+Share = Annotated[float, "a number above 0 and up to 1", lambda value: 0 < value <= 1]
+Decay = Annotated[float, "a number from 0 to below 1", lambda value: 0 <= value < 1]
+
+@dataclass
+class ModelConfig:
+    name: str
+    precision: Literal["mixed", "bfloat16", "float32"] | None
+    gradient_checkpointing: bool
+
+@dataclass
+class TaskConfig:
+    name: str
+
+@dataclass
+class DataConfig:
+    dataset: str
+    num_validation: Count
+    max_rows: Count | None
+    prompt_style: Literal["base", "chat"]
+
+@dataclass
+class TrainingConfig:
+    learning_type: Literal["grpo", "sil"]
+    num_samples_per_step: Count
+    k_best_of_n: list[Count]
+    max_new_gen_tokens: Count
+    max_steps: Natural
+    learning_rate: Positive
+    warmup_steps: Natural
+    decay_steps: Count | None
+    adam_betas: list[Decay]
+    weight_decay: Decay
+    max_grad_norm: Positive | None
+    tokens_per_micro_batch: Count
+    seed: Natural
+
+@dataclass
+class SamplingConfig:
+    temperature: Positive
+    top_p: Share
+    top_k: Natural
+    max_rows: Count
+
+@dataclass
+class ValidationConfig:
+    every: Count
+    best_of_n: Count
+
+@dataclass
+class RunConfig:
+    dir: str
+    name: str | None
+
+@dataclass
+class LoggingConfig:
+    mlflow: bool
+
+@dataclass
+class Config:
+    model: ModelConfig
+    task: TaskConfig
+    data: DataConfig
+    training: TrainingConfig
+    sampling: SamplingConfig
+    validation: ValidationConfig
+    run: RunConfig
+    logging: LoggingConfig
+
+# What may differ between two starts of one experiment. A run's default name is made of all the other keys.
+NOT_THE_EXPERIMENT = {"training.max_steps", "training.tokens_per_micro_batch", "model.gradient_checkpointing",
+                      "sampling.max_rows", "validation.every", "validation.best_of_n", "run.dir", "run.name",
+                      "logging.mlflow"}
+
+
+def load_config(arguments: list[str]) -> Config:
+    class Parser(argparse.ArgumentParser):
+        def error(self, message):
+            raise UserError(f"{message}; usage: main.py [--config file.yaml] [section.key=value ...]")
+
+    parser = Parser(description="Train a language model with Dr. GRPO or SIL. Every key is explained in config.yaml.")
+    parser.add_argument("--config", action="append", default=[], metavar="FILE", help="keys laid over config.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="the same, from the command line")
+    options = parser.parse_intermixed_args(arguments)
+
+    values = {}
+    for path in [HERE / "config.yaml", *options.config]:
+        values |= read_yaml(path)
+    for override in options.overrides:
+        key, equals, text = override.partition("=")
+        if not equals:
+            raise UserError(f"{override!r} is not of the form section.key=value")
+        values[key] = parse_yaml(text, override)
+
+    types = {f"{section}.{key}": hint for section, section_class in typing.get_type_hints(Config).items()
+             for key, hint in typing.get_type_hints(section_class, include_extras=True).items()}
+    for key, value in values.items():
+        if key not in types:
+            nearest = difflib.get_close_matches(key, types, n=1, cutoff=0.0)[0]
+            raise UserError(f"{key}={value!r}: there is no such key; the nearest is {nearest}")
+    if missing := sorted(types.keys() - values.keys()):
+        raise UserError(f"{HERE / 'config.yaml'} lacks {', '.join(missing)}")
+    config = Config(**{section: section_class(**{key.split(".")[1]: checked(key, values[key], hint)
+                                                 for key, hint in types.items() if key.startswith(f"{section}.")})
+                       for section, section_class in typing.get_type_hints(Config).items()})
+
+    if len(config.training.adam_betas) != 2:
+        raise UserError(f"training.adam_betas={config.training.adam_betas}: write two numbers, like [0.9, 0.95]")
+    k, n = config.training.k_best_of_n if len(config.training.k_best_of_n) == 2 else (0, 0)
+    if config.training.learning_type == "grpo" and not k == n >= 2:
+        raise UserError(f"training.k_best_of_n={config.training.k_best_of_n}: grpo learns from all answers of a group of two "
+                        "or more; write [G, G], like [8, 8], or set training.learning_type to sil")
+    if config.training.learning_type == "sil" and not k < n:
+        raise UserError(f"training.k_best_of_n={config.training.k_best_of_n}: sil imitates the k best of n answers; write "
+                        "[k, n] with k below n, like [2, 8], or set training.learning_type to grpo")
+    return config
+
+
+def parse_yaml(text: str, origin: str | Path) -> object:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"{origin} is not YAML: {' '.join(str(error).split())}") from error
+
+
+def read_yaml(path: str | Path) -> dict[str, object]:
+    """A file's two levels of keys as {"section.key": value}."""
+    try:
+        tree = parse_yaml(Path(path).read_text(encoding="utf-8"), path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the config file {path}: {error}") from error
+    if not isinstance(tree, dict) or not all(isinstance(keys, dict) for keys in tree.values()):
+        raise UserError(f"{path} must hold sections with keys, like `training:` and under it `  seed: 1`")
+    return {f"{section}.{key}": value for section, keys in tree.items() for key, value in keys.items()}
+
+
+def checked(key: str, value, hint):
+    """`value` as the type `hint` asks for, or an error that says what would do."""
+    wanted = []
+    for option in typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, UnionType) else [hint]:
+        kind, *bounds = typing.get_args(option) if typing.get_origin(option) is Annotated else [option]
+        description, within = bounds or ({bool: "true or false", str: "a text, in quotes if need be"}.get(kind), lambda _: True)
+        if typing.get_origin(kind) is Literal:
+            description = " or ".join(typing.get_args(kind))
+            within = typing.get_args(kind).__contains__
+            kind = str
+        elif typing.get_origin(kind) is list and isinstance(value, list):
+            return [checked(key, item, typing.get_args(kind)[0]) for item in value]
+        elif kind is float and type(value) in (int, str):
+            try:  # YAML reads 1e-4 as text, for want of the dot in 1.0e-4
+                value = float(value)
+            except ValueError:
+                pass
+        if type(value) is kind and within(value) and value not in (math.inf, -math.inf):
+            return value
+        wanted.append(description or {type(None): "null"}.get(kind, "a list of numbers"))
+    raise UserError(f"{key}={value!r}: it must be {' or '.join(wanted)}")
+
+
+def flatten(config: Config) -> dict[str, object]:
+    return {f"{section}.{key}": value for section, keys in asdict(config).items() for key, value in keys.items()}
+
+
+def default_run_name(config: Config) -> str:
+    """The same experiment finds the same folder. What counts is the questions per step, not how ranks share them."""
+    experiment = {key: value for key, value in flatten(config).items() if key not in NOT_THE_EXPERIMENT}
+    experiment["training.num_samples_per_step"] *= WORLD_SIZE
+    digest = hashlib.sha256(json.dumps(experiment, sort_keys=True).encode()).hexdigest()
+    return f"{config.training.learning_type}-{digest[:8]}"
+
+
+# ================================================================ ranks and randomness
+
+def setup_distributed(config: Config) -> torch.device:
+    """One code path for 1 or many ranks, on CPU (gloo) and CUDA (nccl; gloo carries what lives on the CPU)."""
+    device = torch.device("cuda", LOCAL_RANK) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        if LOCAL_RANK >= torch.cuda.device_count():
+            raise UserError(f"rank {RANK} finds no GPU of its own: this machine has {torch.cuda.device_count()}; "
+                            "start as many processes as there are GPUs (--nproc-per-node)")
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    # A rank waits for the slowest: long enough for an evaluation or a save on one of them, which take minutes at most.
+    timeout = timedelta(hours=2)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    config.model.precision = config.model.precision or ("mixed" if device.type == "cuda" else "float32")
+    return device
+
+
+def random_stream(seed: int, step: int, purpose: str) -> random.Random:
+    """Randomness is a pure function of (seed, step, rank): nothing to save, and evaluating does not disturb training."""
+    stream = random.Random(f"{seed} {step} {RANK} {purpose}")
+    torch.manual_seed(stream.getrandbits(63))  # on every device
+    return stream
+
+
+def sum_over_ranks(values: list[float], device: torch.device) -> list[float]:
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+# ================================================================ task, data, model
+
+def load_task(name: str):
+    """`countdown`, or a Python file with the same names: see the head of countdown.py."""
+    path = HERE / "countdown.py" if name == "countdown" else Path(name)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or not path.is_file():
+        raise UserError(f"task.name={name!r}: write countdown, or the path of a Python file")
+    task = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(task)
+    except Exception as error:  # it is the user's file: anything can be wrong with it
+        raise UserError(f"task.name={name!r} cannot be imported: {type(error).__name__}: {error}") from error
+    if missing := [key for key in ("load", "reward_function", "REWARD_WEIGHTS", "SOLVED") if not hasattr(task, key)]:
+        raise UserError(f"task.name={name!r}: the file does not define {', '.join(missing)}")
+    if task.SOLVED not in task.REWARD_WEIGHTS:
+        raise UserError(f"task.name={name!r}: SOLVED={task.SOLVED!r} is not one of {list(task.REWARD_WEIGHTS)}")
+    return task
+
+
+def load_questions(task, config: Config) -> tuple[list[dict], list[dict]]:
+    """Training and validation rows, the same on every rank. Equal problems never stand on both sides."""
+    try:
+        rows = task.load(config.data.dataset, config.data.max_rows)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    by_problem: dict[object, list[dict]] = {}
+    for row in rows:
+        by_problem.setdefault(row.get("problem", row["prompt"]), []).append(row)
+    problems = list(by_problem)
+    random.Random(f"{config.training.seed} split").shuffle(problems)
+    validation = [by_problem[problem][0] for problem in problems[:config.data.num_validation]]
+    training = [row for problem in problems[config.data.num_validation:] for row in by_problem[problem]]
+    if not training:
+        raise UserError(f"data.num_validation={config.data.num_validation}: data.dataset={config.data.dataset!r} holds only "
+                        f"{len(problems)} different problems, so none would be left to train on")
+    if WORLD_SIZE > min(len(training), len(validation)):
+        raise UserError(f"{WORLD_SIZE} ranks are more than the {len(training)} training or {len(validation)} validation "
+                        "questions: start fewer ranks, or raise data.num_validation")
+    return training, validation
+
+
+@lru_cache(maxsize=2)  # a step may reach from one epoch into the next
+def epoch_order(num_rows: int, seed: int, epoch: int) -> list[int]:
+    order = list(range(num_rows))
+    random.Random(f"{seed} epoch {epoch}").shuffle(order)
+    return order
+
+
+def questions(rows: list[dict], step: int, config: Config) -> list[dict]:
+    """This rank's N questions of a step. The whole batch depends on seed and step, not on how many ranks share it."""
+    N = config.training.num_samples_per_step
+    first = ((step - 1) * WORLD_SIZE + RANK) * N
+    places = [divmod(position, len(rows)) for position in range(first, first + N)]
+    return [rows[epoch_order(len(rows), config.training.seed, epoch)[offset]] for epoch, offset in places]
+
+
+def load_model(config: Config, device: torch.device):
+    name = config.model.name
+    dtype = torch.bfloat16 if config.model.precision == "bfloat16" else torch.float32
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model, loading = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, output_loading_info=True)
+    except Exception as error:  # the libraries raise a dozen unrelated types for a folder or hub id that does not do
+        reason = (str(error).splitlines() or [""])[0]
+        raise UserError(f"model.name={name!r} cannot be loaded ({type(error).__name__}: {reason}); give a folder with a model "
+                        "and its tokenizer, or a hub id that can be reached from here") from error
+    if loading["missing_keys"]:
+        raise UserError(f"model.name={name!r} lacks the weights {', '.join(sorted(loading['missing_keys'])[:3])}")
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"model.name={name!r}: its tokenizer has no end-of-text token, so no answer could ever end")
+    if config.data.prompt_style == "chat" and not tokenizer.chat_template:
+        raise UserError(f"data.prompt_style='chat': the tokenizer of {name!r} has no chat template; write base")
+    # Dropout would make the log-probabilities learned from differ from those sampled from.
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+    if config.model.gradient_checkpointing:
+        model.activation_checkpointing_enable()
+    return model.to(device), tokenizer
+
+
+def make_sampler(model, precision: str):
+    """What answers are sampled from: the model itself or, where that is float32 on a GPU, a bfloat16 copy of it."""
+    if precision != "mixed":
+        return model
+    sampler = copy.deepcopy(model)
+    for parameter in sampler.parameters():  # parameters only: rotary frequencies are buffers and stay float32
+        parameter.requires_grad_(False)
+        parameter.data = parameter.data.to(torch.bfloat16)
+    return sampler
+
+
+@torch.no_grad()
+def refresh_sampler(sampler, model) -> None:
+    if sampler is not model:
+        for copied, parameter in zip(sampler.parameters(), model.parameters()):
+            copied.copy_(parameter)
+
+
+def encode_prompt(row: dict, task, tokenizer, config: Config) -> list[int]:
+    if config.data.prompt_style == "base":
+        return tokenizer(row["prompt"])["input_ids"]
+    reply_start = getattr(task, "REPLY_START", "")
+    messages = [{"role": "user", "content": row["prompt"].removesuffix(reply_start).rstrip()}]
+    if system := getattr(task, "SYSTEM_MESSAGE", None):
+        messages.insert(0, {"role": "system", "content": system})
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tokenizer(text + reply_start, add_special_tokens=False)["input_ids"]  # the template has written them already
+
+
+def check_lengths(rows: list[dict], model, task, tokenizer, config: Config) -> None:
+    longest_texts = heapq.nlargest(100, rows, key=lambda row: len(row["prompt"]))  # tokenising all could take minutes
+    longest = max(len(encode_prompt(row, task, tokenizer, config)) for row in longest_texts)
+    context = getattr(model.config, "max_position_embeddings", None)
+    if context and longest + config.training.max_new_gen_tokens > context:
+        raise UserError(f"training.max_new_gen_tokens={config.training.max_new_gen_tokens}: with a prompt of {longest} tokens "
+                        f"it exceeds the {context} that {config.model.name!r} can read; write at most {context - longest}")
+
+
+# ================================================================ sampling
+
+@dataclass
+class Trajectory:
+    """One sampled answer. It carries its own lengths: masks are made of them, never by looking for pad or stop tokens,
+    which are one and the same id in many base models."""
+
+    row: dict
+    prompt_ids: list[int]
+    completion_ids: list[int]  # the sampled stop token included
+    completion: str            # the text without it
+    truncated: bool            # no stop token within max_new_gen_tokens
+    parts: dict[str, float] = field(default_factory=dict)
+    reward: float = 0.0
+    advantage: float = 0.0
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt_ids) + len(self.completion_ids)
+
+
+def make_generation_config(model, tokenizer, config: Config) -> GenerationConfig:
+    """Every field that shapes the distribution is set: `generate` fills those left None from the model's own config,
+    and answers sampled at its temperature 0.7 and top_k 20 would not be the policy's."""
+    stop_ids = {tokenizer.eos_token_id}  # chat models have several: stop on any, train on the one that was sampled
+    for eos in (model.config.eos_token_id, model.generation_config.eos_token_id):
+        stop_ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    return GenerationConfig(
+        do_sample=True, num_beams=1, use_cache=True, temperature=config.sampling.temperature, top_p=config.sampling.top_p,
+        top_k=config.sampling.top_k, min_p=0.0, typical_p=1.0, epsilon_cutoff=0.0, eta_cutoff=0.0, repetition_penalty=1.0,
+        encoder_repetition_penalty=1.0, no_repeat_ngram_size=0, min_length=0, guidance_scale=1.0, renormalize_logits=False,
+        remove_invalid_values=False, eos_token_id=sorted(stop_ids),
+        pad_token_id=min(stop_ids) if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
+
+
+def pad_left(sequences: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    time = max(map(len, sequences))
+    ids = torch.tensor([[0] * (time - len(s)) + s for s in sequences], device=device)  # (rows, time)
+    mask = torch.tensor([[0] * (time - len(s)) + [1] * len(s) for s in sequences], device=device)
+    return ids, mask
+
+
+def positions(attention_mask: torch.Tensor) -> torch.Tensor:
+    """Each row counts its own tokens from 0, however it is padded. `generate` does the same."""
+    return (attention_mask.cumsum(-1) - 1).clamp(min=0)
+
+
+TOKENS_PER_SLICE = 16  # after so many tokens the finished answers leave the batch
+
+
+def generate_completions(model, prompts: list[list[int]], repeats: torch.Tensor, generation_config,
+                         max_new_tokens: int) -> list[list[int]]:
+    """One completion for each entry of `repeats`, the index of its prompt. Each prompt is read once, its cache repeated."""
+    stop_ids = set(generation_config.eos_token_id)
+    ids, mask = pad_left(prompts, model.device)  # (questions, prompt time)
+    # All but the last prompt token: `generate` reads what the cache lacks, and needs a token to start from.
+    cache = model.base_model(input_ids=ids[:, :-1], attention_mask=mask[:, :-1], position_ids=positions(mask[:, :-1]),
+                             use_cache=True).past_key_values
+    cache.batch_select_indices(repeats)
+    ids, mask = ids[repeats], mask[repeats]  # (questions, prompt time) -> (rows, prompt time)
+    completions: list[list[int]] = [[] for _ in repeats]
+    unfinished = list(range(len(repeats)))  # the completion that each row of the batch belongs to
+    new_tokens = 0
+    while unfinished and new_tokens < max_new_tokens:
+        generation_config.max_new_tokens = min(TOKENS_PER_SLICE, max_new_tokens - new_tokens)
+        sequences = model.generate(ids, attention_mask=mask, past_key_values=cache, generation_config=generation_config)
+        new_ids = sequences[:, ids.shape[1]:]  # (rows, slice); after its stop token a row holds only padding
+        new_tokens += new_ids.shape[1]
+        going_on = []
+        for row, row_ids in enumerate(new_ids.tolist()):
+            end = next((i + 1 for i, token in enumerate(row_ids) if token in stop_ids), None)
+            completions[unfinished[row]] += row_ids[:end]
+            if end is None:
+                going_on.append(row)
+        ids, mask = sequences, torch.cat([mask, torch.ones_like(new_ids)], dim=1)
+        if len(going_on) < len(unfinished):
+            unfinished = [unfinished[row] for row in going_on]
+            rows = torch.tensor(going_on, dtype=torch.long, device=model.device)
+            ids, mask = ids[rows], mask[rows]
+            cache.batch_select_indices(rows)
+    return completions
+
+
+@torch.no_grad()
+def sample_trajectories(model, tokenizer, task, rows: list[dict], num_samples: int, config: Config, progress) -> list[Trajectory]:
+    """`num_samples` answers to each row, those to one row side by side, at most `sampling.max_rows` at a time."""
+    generation_config = make_generation_config(model, tokenizer, config)
+    own_generation_config, was_training = model.generation_config, model.training
+    model.generation_config = generation_config  # so that `generate` finds nothing else to inherit
+    model.eval()  # in train mode gradient checkpointing drops the cache
+    prompts = [encode_prompt(row, task, tokenizer, config) for row in rows]
+    trajectories = []
+    try:
+        for start in range(0, len(rows) * num_samples, config.sampling.max_rows):
+            stop = min(start + config.sampling.max_rows, len(rows) * num_samples)
+            first, last = start // num_samples, (stop - 1) // num_samples  # the questions that this call answers
+            repeats = torch.arange(start, stop, device=model.device) // num_samples - first
+            completions = generate_completions(model, prompts[first:last + 1], repeats, copy.copy(generation_config),
+                                               config.training.max_new_gen_tokens)
+            for i, completion_ids in enumerate(completions, start):
+                truncated = completion_ids[-1] not in generation_config.eos_token_id
+                text = tokenizer.decode(completion_ids if truncated else completion_ids[:-1],
+                                        clean_up_tokenization_spaces=False)
+                question = i // num_samples
+                trajectories.append(Trajectory(rows[question], prompts[question], completion_ids, text, truncated))
+            progress(stop)
+    finally:
+        model.generation_config = own_generation_config  # `save_pretrained` writes it
+        model.train(was_training)
+    return trajectories
+
+
+# ================================================================ rewards and advantages
+
+def score(trajectories: list[Trajectory], task) -> None:
+    for trajectory in trajectories:
+        trajectory.parts = task.reward_function(trajectory.completion, trajectory.row)
+        trajectory.reward = sum(weight * trajectory.parts[part] for part, weight in task.REWARD_WEIGHTS.items())
+
+
+def compute_advantages(group: list[Trajectory], config: Config, stream: random.Random) -> None:
+    """A_ij for the answers j of one question i."""
+    rewards = [trajectory.reward for trajectory in group]
+    if config.training.learning_type == "sil":
+        k, _ = config.training.k_best_of_n
+        best = sorted(group, key=lambda trajectory: (trajectory.reward, stream.random()), reverse=True)[:k]
+        for trajectory in best:
+            trajectory.advantage = float(trajectory.reward > 0)  # nothing that earned nothing is imitated
+    elif max(rewards) > min(rewards):  # else all stay exactly 0, where a float mean would leave 1e-9 behind
+        mean = sum(rewards) / len(rewards)
+        for trajectory in group:
+            trajectory.advantage = trajectory.reward - mean
+
+
+# ================================================================ learning
+
+LOGITS_PER_CHUNK = 2**25  # token positions x vocabulary in one piece: 128 MiB in float32
+
+
+class Body(nn.Module):
+    """Stands in for a model's body when its hidden states are already there."""
+
+    def __init__(self, output_class):
+        super().__init__()
+        self.output_class = output_class
+
+    def forward(self, *_, inputs_embeds, **__):
+        return self.output_class(last_hidden_state=inputs_embeds)
+
+
+class Policy(nn.Module):
+    """The model as the learner sees it: token ids in, log-probabilities of the sampled tokens out. All of it happens inside
+    the module that DDP wraps, since gradients of anything computed outside are not shared between ranks."""
+
+    def __init__(self, model, temperature: float, mixed: bool):
+        super().__init__()
+        self.model, self.temperature, self.mixed = model, temperature, mixed
+
+    def forward(self, input_ids, attention_mask, completion_mask):
+        """(rows, time) each -> log-probability and entropy of each completion token, (tokens,), row after row."""
+        with torch.autocast(input_ids.device.type, torch.bfloat16, enabled=self.mixed):
+            output = self.model.base_model(input_ids=input_ids, attention_mask=attention_mask,
+                                           position_ids=positions(attention_mask), use_cache=False)
+            # The state at t predicts the token at t + 1. Only completion tokens reach the vocabulary projection:
+            hidden = output.last_hidden_state[:, :-1][completion_mask[:, 1:]]  # (rows, time, width) -> (tokens, width)
+            targets = input_ids[:, 1:][completion_mask[:, 1:]]                 # (rows, time) -> (tokens,)
+            body = Body(type(output))
+            size = max(1, LOGITS_PER_CHUNK // self.model.config.get_text_config().vocab_size)
+            if len(targets) <= size:
+                return self.token_logprobs(hidden, targets, body)
+            # Longer ones go in chunks whose logits are dropped and recomputed in the backward pass, so that
+            # logits for all tokens, by far the largest tensor of all, never exist at once.
+            chunks = [checkpoint(self.token_logprobs, h, t, body, use_reentrant=False)
+                      for h, t in zip(hidden.split(size), targets.split(size))]
+            return tuple(torch.cat(pieces) for pieces in zip(*chunks))
+
+    def token_logprobs(self, hidden, targets, body):
+        """(tokens, width) and (tokens,) -> log-probability and entropy, (tokens,) each, at the sampling temperature."""
+        # The model's own forward, with its body swapped out, so that whatever it does after the projection (Gemma 2
+        # caps its logits, others scale them) is done here as well.
+        prefix, own_body = self.model.base_model_prefix, self.model.base_model
+        setattr(self.model, prefix, body)
+        try:
+            logits = self.model(inputs_embeds=hidden[None]).logits[0]  # (tokens, vocabulary)
+        finally:
+            setattr(self.model, prefix, own_body)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
+        logprobs = logits.log_softmax(-1)
+        with torch.no_grad():
+            entropies = -(logprobs.exp() * logprobs).sum(-1)
+        return logprobs.gather(-1, targets[:, None])[:, 0], entropies
+
+
+def make_micro_batches(trajectories: list[Trajectory], tokens_per_micro_batch: int) -> list[list[Trajectory]]:
+    """Rows of similar length together, as many as the budget of padded tokens allows; the longest first."""
+    batches: list[list[Trajectory]] = []
+    for trajectory in sorted(trajectories, key=lambda trajectory: trajectory.length, reverse=True):
+        if batches and (len(batches[-1]) + 1) * batches[-1][0].length <= tokens_per_micro_batch:
+            batches[-1].append(trajectory)
+        else:
+            batches.append([trajectory])
+    return batches
+
+
+def collate(trajectories: list[Trajectory], device: torch.device) -> dict[str, torch.Tensor]:
+    """Token ids and masks, (rows, time), padded on the right. The masks come from lengths."""
+    time = max(trajectory.length for trajectory in trajectories)
+    lengths = torch.tensor([trajectory.length for trajectory in trajectories], device=device)[:, None]
+    prompt_lengths = torch.tensor([len(trajectory.prompt_ids) for trajectory in trajectories], device=device)[:, None]
+    place = torch.arange(time, device=device)[None]  # (1, time) against lengths of (rows, 1)
+    return {
+        "input_ids": torch.tensor([t.prompt_ids + t.completion_ids + [0] * (time - t.length) for t in trajectories],
+                                  device=device),
+        "attention_mask": (place < lengths).long(),
+        "completion_mask": (prompt_lengths <= place) & (place < lengths),
+    }
+
+
+def policy_loss(logprobs: torch.Tensor, advantages: torch.Tensor, B: int, L: int) -> torch.Tensor:
+    """-(1/(B L)) sum_i sum_j sum_t A_ij log pi(a_ij[t] | q_i, a_ij[<t]); both tensors are (tokens,).
+
+    A sum with a constant normaliser: how rows are split into micro-batches, ordered or shared among ranks cannot change it."""
+    return -(advantages * logprobs).sum() / (B * L)
+
+
+def update_policy(policy: DistributedDataParallel, optimizer, trajectories: list[Trajectory], learning_rate: float,
+                  config: Config, device: torch.device) -> dict[str, float | None]:
+    """One optimizer step on this batch. Returns its own metrics, over all ranks."""
+    # Where the advantage is 0 so is the gradient: such rows are not run at all. A rank left with none runs one of them
+    # all the same, because every rank owes the others exactly one synchronised backward pass.
+    learned = [trajectory for trajectory in trajectories if trajectory.advantage != 0]
+    num_learned, = sum_over_ranks([len(learned)], device)
+    if num_learned == 0:
+        return {"loss": 0.0, "entropy": None, "grad_norm": None, "updated": 0}
+    micro_batches = make_micro_batches(learned or trajectories[:1], config.training.tokens_per_micro_batch)
+    # B counts the answers of this rank alone, since DDP takes the mean over ranks: together B is that of the whole batch.
+    B = config.training.num_samples_per_step * config.training.k_best_of_n[0]
+    optimizer.zero_grad()
+    loss_sum, entropy_sum, num_tokens = 0.0, 0.0, 0
+    for i, micro_batch in enumerate(micro_batches):
+        last = i == len(micro_batches) - 1
+        with nullcontext() if last else policy.no_sync():  # around forward and backward: gradients meet once, at the last
+            batch = collate(micro_batch, device)
+            logprobs, entropies = policy(**batch)
+            lengths = torch.tensor([len(trajectory.completion_ids) for trajectory in micro_batch], device=device)
+            advantages = torch.tensor([trajectory.advantage for trajectory in micro_batch], device=device,
+                                      dtype=logprobs.dtype).repeat_interleave(lengths)  # (rows,) -> (tokens,)
+            loss = policy_loss(logprobs, advantages, B, config.training.max_new_gen_tokens)
+            loss.backward()
+        loss_sum += loss.detach()
+        if learned:
+            entropy_sum += entropies.sum()
+            num_tokens += len(entropies)
+    grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), config.training.max_grad_norm or math.inf)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    optimizer.step()
+    loss_sum, entropy_sum, num_tokens = sum_over_ranks([float(loss_sum), float(entropy_sum), num_tokens], device)
+    return {"loss": loss_sum / WORLD_SIZE, "entropy": entropy_sum / num_tokens, "grad_norm": float(grad_norm), "updated": 1}
+
+
+def scheduled_learning_rate(step: int, config: Config) -> float:
+    """Linear warm-up, then constant, or a linear decay to 0 over `decay_steps`."""
+    training = config.training
+    factor = min(1.0, step / max(1, training.warmup_steps))
+    if training.decay_steps is not None and step > training.warmup_steps:
+        factor = max(0.0, 1 - (step - training.warmup_steps) / training.decay_steps)
+    return training.learning_rate * factor
+
+
+# ================================================================ evaluation
+
+def evaluate(model, tokenizer, task, rows: list[dict], step: int, config: Config,
+             progress) -> tuple[dict[str, float], list[list[Trajectory]]] | None:
+    """Best-of-n and mean accuracy on the held-out rows: metrics and answers on rank 0, None elsewhere."""
+    random_stream(config.training.seed, step, "evaluate")
+    n = config.validation.best_of_n
+    trajectories = sample_trajectories(model, tokenizer, task, rows[RANK::WORLD_SIZE], n, config, progress)
+    score(trajectories, task)
+    gathered: list | None = [None] * WORLD_SIZE if RANK == 0 else None
+    dist.gather_object(trajectories, gathered)
+    if RANK != 0:
+        return None
+    # Row i was answered by rank i % WORLD_SIZE as its (i // WORLD_SIZE)-th; the last ranks may have had one row fewer.
+    groups = [gathered[i % WORLD_SIZE][i // WORLD_SIZE * n:][:n] for i in range(len(rows))]
+    return evaluation_metrics(groups, task), groups
+
+
+def evaluation_metrics(groups: list[list[Trajectory]], task) -> dict[str, float]:
+    """`groups`: for each question its answers. Intervals are of the mean over questions, half their width."""
+    answers = [answer for group in groups for answer in group]
+    # The best answer is the one of highest reward; its question counts as solved when that one solves it.
+    best = [max(group, key=lambda answer: answer.reward).parts[task.SOLVED] for group in groups]
+    solved = [fmean(answer.parts[task.SOLVED] for answer in group) for group in groups]
+    metrics = {}
+    for name, values in (("best_of_n", best), ("solved", solved)):
+        metrics[f"eval/{name}"] = fmean(values)
+        metrics[f"eval/{name}_ci95"] = 1.96 * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    for name in sorted({str(group[0].row["group"]) for group in groups if "group" in group[0].row}):
+        metrics[f"eval/solved/{name}"] = fmean(value for value, group in zip(solved, groups) if str(group[0].row["group"]) == name)
+    for part in task.REWARD_WEIGHTS:
+        metrics[f"eval/{part}"] = fmean(answer.parts[part] for answer in answers)
+    metrics["eval/reward"] = fmean(answer.reward for answer in answers)
+    metrics["eval/completion_length"] = fmean(len(answer.completion_ids) for answer in answers)
+    metrics["eval/truncated"] = fmean(answer.truncated for answer in answers)
+    return metrics
+
+
+def save_best(model, tokenizer, folder: Path) -> None:
+    """A plain Hugging Face folder, complete or absent."""
+    temporary = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    model.save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
+    shutil.rmtree(folder, ignore_errors=True)
+    temporary.rename(folder)
+
+
+# ================================================================ the loop
+
+def step_metrics(groups: list[list[Trajectory]], seconds: dict[str, float], task, device: torch.device) -> dict[str, float]:
+    """What every rank saw in this step; means are over the groups or answers of all ranks."""
+    answers = [answer for group in groups for answer in group]
+    rewards = [[answer.reward for answer in group] for group in groups]
+    values = {
+        "reward": [answer.reward for answer in answers],
+        "reward_std": [pstdev(group) for group in rewards],
+        **{f"reward/{part}": [answer.parts[part] for answer in answers] for part in task.REWARD_WEIGHTS},
+        "solved": [answer.parts[task.SOLVED] for answer in answers],
+        "groups_without_signal": [max(group) == min(group) for group in rewards],
+        "completion_length": [len(answer.completion_ids) for answer in answers],
+        "truncated": [answer.truncated for answer in answers],
+        **{f"seconds/{phase}": [value] for phase, value in seconds.items()},
+    }
+    sums = sum_over_ranks([sum(each) for each in values.values()] + [len(answers)], device)
+    metrics = {name: total / (len(each) * WORLD_SIZE) for (name, each), total in zip(values.items(), sums)}
+    num_tokens = metrics["completion_length"] * sums[-1]
+    metrics["tokens_per_second"] = num_tokens / sum(metrics[f"seconds/{phase}"] for phase in seconds)
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "darwin" else 1)
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else kilobytes * 1024
+    peak = torch.tensor(peak, dtype=torch.float64, device=device)
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    metrics["memory_gb"] = peak.item() / 1e9  # of the rank that needed most
+    return metrics
+
+
+def train(config: Config, device: torch.device, log: Logger) -> None:
+    task = load_task(config.task.name)
+    training_rows, validation_rows = load_questions(task, config)
+    model, tokenizer = load_model(config, device)
+    check_lengths(training_rows + validation_rows, model, task, tokenizer, config)
+    policy = DistributedDataParallel(Policy(model, config.sampling.temperature, config.model.precision == "mixed"),
+                                     device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True)
+    sampler = make_sampler(model, config.model.precision)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=config.training.learning_rate, betas=tuple(config.training.adam_betas),
+                                  weight_decay=config.training.weight_decay, fused=True)
+    log.start(model, len(training_rows), len(validation_rows), WORLD_SIZE)
+    best = (-1.0, -1.0)  # best-of-n accuracy, then mean accuracy, of what is in best/
+    policy.train()
+    _, n = config.training.k_best_of_n
+
+    for step in range(config.training.max_steps + 1):
+        if step > 0:
+            stream = random_stream(config.training.seed, step, "train")
+            started = time.perf_counter()
+            rows = questions(training_rows, step, config)
+            with log.progress("sampling", len(rows) * n) as progress:
+                trajectories = sample_trajectories(sampler, tokenizer, task, rows, n, config, progress)
+            sampled = time.perf_counter()
+            score(trajectories, task)
+            groups = [trajectories[i:i + n] for i in range(0, len(trajectories), n)]
+            for group in groups:
+                compute_advantages(group, config, stream)
+            learning_rate = scheduled_learning_rate(step, config)
+            learning = update_policy(policy, optimizer, trajectories, learning_rate, config, device)
+            refresh_sampler(sampler, model)
+            seconds = {"sample": sampled - started, "learn": time.perf_counter() - sampled}
+            log.step(step, {**step_metrics(groups, seconds, task, device),
+                            "learning_rate": learning_rate, **learning})
+
+        if step % config.validation.every == 0 or step == config.training.max_steps:
+            with log.progress("evaluating", len(validation_rows[RANK::WORLD_SIZE]) * config.validation.best_of_n) as progress:
+                evaluation = evaluate(sampler, tokenizer, task, validation_rows, step, config, progress)
+            if evaluation is not None:
+                metrics, answers = evaluation
+                if (metrics["eval/best_of_n"], metrics["eval/solved"]) > best:
+                    best = (metrics["eval/best_of_n"], metrics["eval/solved"])
+                    save_best(model, tokenizer, log.folder / "best")
+                log.evaluation(step, metrics, answers)
+    dist.barrier()
+    log.finish()
+
+
+def main(arguments: list[str]) -> int:
+    log = None
+    try:
+        config = load_config(arguments)
+        device = setup_distributed(config)
+        config.run.name = config.run.name or default_run_name(config)
+        log = Logger(config, active=RANK == 0)
+        train(config, device, log)
+        return 0
+    except UserError as error:
+        return speak(error)
+    finally:
+        if log is not None:
+            log.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def speak(error: UserError) -> int:
+    """Rank 0 says what is wrong. torchrun ends the others once the first has left, so they wait for rank 0 to be heard;
+    if it has nothing to say, because only this rank has met the error, they say it themselves."""
+    if RANK != 0:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(2))
+        time.sleep(10)
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

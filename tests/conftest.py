@@ -1,0 +1,119 @@
+"""What the tests share: small random models of several architectures, made-up trajectories, and real `torchrun` processes."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import main
+
+torch.set_num_threads(1)  # models this small lose by sharing their work, and more so beside other processes
+VOCABULARY = 24
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "eos_token_id": 0, "bos_token_id": 1,
+         "pad_token_id": 0}
+ARCHITECTURES = {
+    "gpt2": lambda **more: transformers.GPT2Config(**{"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4,
+                                                      "n_positions": 256, "eos_token_id": 0, "bos_token_id": 1, **more}),
+    "llama": lambda **more: transformers.LlamaConfig(**{**SIZES, **more}),
+    "qwen2": lambda **more: transformers.Qwen2Config(**{**SIZES, **more}),
+    # caps low enough to matter, and a window shorter than the sequences
+    "gemma2": lambda **more: transformers.Gemma2Config(**{**SIZES, "final_logit_softcapping": 4.0, "attn_logit_softcapping": 1.0,
+                                                          "sliding_window": 8, **more}),
+}
+
+
+def make_model(architecture: str = "qwen2", dtype: torch.dtype = torch.float32, **more):
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(ARCHITECTURES[architecture](**more), dtype=torch.float32)
+    with torch.no_grad():  # the usual initialisation gives nearly equal logits; spread them so that mistakes show
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.25)
+    return model.to(dtype).eval()  # drawn in float32 whatever the type, so that all types mean the same model
+
+
+def make_config(**overrides):
+    """config.yaml with keys changed; dots written as two underscores: training__seed=1."""
+    return main.load_config([f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in overrides.items()])
+
+
+def make_trajectories(count: int, seed: int = 0, longest: int = 12) -> list:
+    """Random token ids of ragged lengths. Advantages are positive, negative and 0, as after `compute_advantages`."""
+    stream = random.Random(seed)
+    trajectories = []
+    for i in range(count):
+        prompt_ids = [stream.randrange(VOCABULARY) for _ in range(stream.randint(2, 9))]
+        completion_ids = [stream.randrange(VOCABULARY) for _ in range(stream.randint(1, longest))]
+        advantage = 0.0 if i % 4 == 3 else stream.uniform(-1, 1)
+        trajectories.append(main.Trajectory({}, prompt_ids, completion_ids, "", False, advantage=advantage))
+    return trajectories
+
+
+def plain_loss(model, trajectories: list, B: int, L: int, temperature: float) -> torch.Tensor:
+    """-(1/(B L)) sum_i sum_t A_i log pi(a_i[t] | q_i, a_i[<t]) in plain loops, one unpadded sequence at a time."""
+    total = torch.zeros((), dtype=model.dtype)
+    for trajectory in trajectories:
+        prompt_ids = trajectory.prompt_ids
+        logits = model(torch.tensor([prompt_ids + trajectory.completion_ids])).logits[0]
+        for t, token in enumerate(trajectory.completion_ids):
+            probabilities = torch.softmax(logits[len(prompt_ids) + t - 1] / temperature, dim=-1)
+            total = total + trajectory.advantage * torch.log(probabilities[token])
+    return -total / (B * L)
+
+
+def gradient(module) -> torch.Tensor:
+    return torch.cat([parameter.grad.flatten() for parameter in module.parameters()])
+
+
+def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((value - reference).norm() / reference.norm())
+
+
+def torchrun(num_ranks: int, *arguments, timeout: int = 300, **environment) -> subprocess.CompletedProcess:
+    """A script of this repository under a real torchrun, on a free port."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", *map(str, arguments)]
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("MLFLOW")}
+    return subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=timeout,
+                          env={**inherited, "HF_HUB_OFFLINE": "1", **environment})
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def one_rank():
+    """The process group of a plain `python main.py`."""
+    device = main.setup_distributed(make_config(model__precision="float32"))
+    torch.set_num_threads(1)
+    yield device
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    """A function that saves a random model of an architecture, with the tokenizer of tiny/, and returns its folder."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "tiny" / "model")
+
+    def save(architecture: str) -> Path:
+        folder = tmp_path_factory.mktemp(architecture)
+        make_model(architecture, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return folder
+
+    return save

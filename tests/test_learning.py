@@ -1,0 +1,216 @@
+"""The gradient: against a formula in plain loops, and the same however the batch is cut, ordered, padded or shared."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import (
+    ARCHITECTURES,
+    gradient,
+    make_config,
+    make_model,
+    make_trajectories,
+    plain_loss,
+    relative_error,
+    torchrun,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import main
+
+TEMPERATURE, L, QUESTIONS, GROUP = 0.7, 12, 6, 4
+BOUND = {torch.float32: 1e-5, torch.float64: 1e-11}
+# Gemma 2's own attention takes its softmax in float32 whatever the model's type.
+DTYPE = {name: torch.float32 if name == "gemma2" else torch.float64 for name in ARCHITECTURES}
+
+
+def learn(model, trajectories, device, **overrides):
+    """One update_policy on a copy of what a run would set up; returns its metrics. The gradient stays in `model`."""
+    config = make_config(training__num_samples_per_step=QUESTIONS, training__k_best_of_n=[GROUP, GROUP],
+                         training__max_new_gen_tokens=L, training__max_grad_norm=None, **overrides)
+    policy = DistributedDataParallel(main.Policy(model, TEMPERATURE, mixed=False))
+    return main.update_policy(policy, torch.optim.SGD(model.parameters(), lr=0.0), trajectories, 0.0, config, device)
+
+
+def reference(trajectories, architecture="qwen2", dtype=torch.float64):
+    model = make_model(architecture, dtype)
+    loss = plain_loss(model, trajectories, QUESTIONS * GROUP, L, TEMPERATURE)
+    loss.backward()
+    return loss.item(), gradient(model)
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("tokens_per_micro_batch", [1, 50, 100_000])
+def test_loss_and_gradient_equal_the_plain_formula_for_any_micro_batch_size(one_rank, dtype, tokens_per_micro_batch):
+    trajectories = make_trajectories(QUESTIONS * GROUP)
+    expected_loss, expected = reference(trajectories)
+    model = make_model(dtype=dtype)
+    metrics = learn(model, trajectories, one_rank, training__tokens_per_micro_batch=tokens_per_micro_batch)
+    assert relative_error(gradient(model).double(), expected) < BOUND[dtype]
+    assert metrics["loss"] == pytest.approx(expected_loss, rel=BOUND[dtype], abs=1e-7 if dtype == torch.float32 else 1e-12)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_log_probabilities_and_gradient_equal_those_from_the_models_own_logits(one_rank, architecture, monkeypatch):
+    trajectories = make_trajectories(QUESTIONS * GROUP)
+    monkeypatch.setattr(main, "LOGITS_PER_CHUNK", 24 * 10)  # ten tokens at a time, so the chunked path is the one tested
+    model = make_model(architecture, DTYPE[architecture])
+    policy = main.Policy(model, TEMPERATURE, mixed=False)
+    logprobs, entropies = policy(**main.collate(trajectories, one_rank))
+    place = 0
+    for trajectory in trajectories:
+        prompt_ids = trajectory.prompt_ids
+        logits = model(torch.tensor([prompt_ids + trajectory.completion_ids])).logits[0] / TEMPERATURE
+        for t, token in enumerate(trajectory.completion_ids):
+            distribution = torch.softmax(logits[len(prompt_ids) + t - 1], dim=-1)
+            assert logprobs[place].item() == pytest.approx(distribution[token].log().item(), abs=BOUND[model.dtype])
+            assert entropies[place].item() == pytest.approx(torch.distributions.Categorical(distribution).entropy().item(),
+                                                           abs=BOUND[model.dtype])
+            place += 1
+    assert place == len(logprobs)
+    learn(model, trajectories, one_rank)
+    _, expected = reference(trajectories, architecture, model.dtype)
+    assert relative_error(gradient(model), expected) < BOUND[model.dtype]
+
+
+def test_the_order_of_rows_and_gradient_checkpointing_do_not_change_the_gradient(one_rank):
+    trajectories = make_trajectories(QUESTIONS * GROUP)
+    _, expected = reference(trajectories)
+    random.Random(1).shuffle(trajectories)
+    model = make_model(dtype=torch.float64)
+    model.activation_checkpointing_enable()
+    learn(model.train(), trajectories, one_rank, training__tokens_per_micro_batch=60)
+    assert relative_error(gradient(model), expected) < BOUND[torch.float64]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_padding_on_either_side_gives_the_same_log_probabilities(architecture):
+    trajectories = make_trajectories(8)
+    policy = main.Policy(make_model(architecture, DTYPE[architecture]), TEMPERATURE, mixed=False)
+    batch = main.collate(trajectories, torch.device("cpu"))
+    lengths = batch["attention_mask"].sum(1).tolist()
+    left = {name: torch.stack([row.roll(len(row) - length) for row, length in zip(tensor, lengths)])
+            for name, tensor in batch.items()}
+    assert left["attention_mask"][:, -1].all() and not batch["attention_mask"][:, -1].all()
+    assert torch.allclose(policy(**batch)[0], policy(**left)[0], rtol=0, atol=BOUND[DTYPE[architecture]])
+
+
+def test_skipping_rows_of_zero_advantage_does_not_change_the_gradient(one_rank):
+    trajectories = make_trajectories(QUESTIONS * GROUP)
+    model = make_model()
+    learn(model, trajectories, one_rank)
+    skipped = gradient(model)
+    everything = make_model()
+    logprobs, _ = main.Policy(everything, TEMPERATURE, mixed=False)(**main.collate(trajectories, one_rank))
+    advantages = torch.tensor([t.advantage for t in trajectories for _ in t.completion_ids])
+    main.policy_loss(logprobs, advantages, QUESTIONS * GROUP, L).backward()
+    assert (advantages == 0).any()
+    assert relative_error(skipped, gradient(everything)) < 1e-6
+
+
+def test_a_step_without_signal_changes_nothing(one_rank):
+    trajectories = make_trajectories(QUESTIONS * GROUP)
+    for trajectory in trajectories:
+        trajectory.advantage = 0.0
+    model = make_model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    policy = DistributedDataParallel(main.Policy(model, 1.0, mixed=False))
+    optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.5)  # decay alone would move the weights
+    metrics = main.update_policy(policy, optimizer, trajectories, 0.1, make_config(), one_rank)
+    assert metrics == {"loss": 0.0, "entropy": None, "grad_norm": None, "updated": 0}
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not optimizer.state
+
+
+def test_mixed_precision_keeps_float32_masters_and_samples_from_a_bfloat16_copy(one_rank):
+    model = make_model()
+    sampler = main.make_sampler(model, "mixed")
+    with torch.no_grad():
+        model.model.norm.weight += 0.37
+    main.refresh_sampler(sampler, model)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    for copied, parameter in zip(sampler.parameters(), model.parameters(), strict=True):
+        assert torch.equal(copied, parameter.to(torch.bfloat16))
+    assert main.make_sampler(model, "float32") is model
+
+    trajectories = make_trajectories(QUESTIONS * GROUP)
+    _, expected = reference(trajectories)
+    mixed = make_model()
+    config = make_config(training__num_samples_per_step=QUESTIONS, training__k_best_of_n=[GROUP, GROUP],
+                         training__max_new_gen_tokens=L, training__max_grad_norm=None)
+    policy = DistributedDataParallel(main.Policy(mixed, TEMPERATURE, mixed=True))
+    main.update_policy(policy, torch.optim.SGD(mixed.parameters()), trajectories, 0.0, config, one_rank)
+    assert gradient(mixed).dtype == torch.float32
+    assert 1e-6 < relative_error(gradient(mixed).double(), expected) < 0.05  # it did run in bfloat16, and is near
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_the_gradient_is_the_same_on_any_number_of_ranks(num_ranks, tmp_path):
+    """In both types, and also with one rank that has nothing to learn from."""
+    result = torchrun(num_ranks, Path(__file__).with_name("gradient_worker.py"), tmp_path)
+    assert result.returncode == 0, result.stderr
+    cases = json.loads((tmp_path / "cases.json").read_text())
+    assert len(cases) == 4
+    for case in cases:
+        loss, expected = reference(make_case(case["idle_share"]))
+        found = torch.load(tmp_path / case["file"], weights_only=True)
+        assert relative_error(found.double(), expected) < BOUND[found.dtype], case
+        assert case["metrics"]["loss"] == pytest.approx(loss, rel=BOUND[found.dtype], abs=1e-7)
+
+
+def make_case(idle_share: bool):
+    """The batch that all ranks together hold; with `idle_share` its last third teaches nothing."""
+    trajectories = make_trajectories(QUESTIONS * GROUP)
+    for trajectory in trajectories[2 * len(trajectories) // 3:] if idle_share else []:
+        trajectory.advantage = 0.0
+    return trajectories
+
+
+# ---------------------------------------------------------------- advantages
+
+def group_of(rewards):
+    return [main.Trajectory({}, [], [0], "", False, reward=reward) for reward in rewards]
+
+
+def advantages_of(rewards, seed=0, **overrides):
+    group = group_of(rewards)
+    main.compute_advantages(group, make_config(**overrides), random.Random(seed))
+    return [trajectory.advantage for trajectory in group]
+
+
+def test_the_advantage_is_the_reward_less_the_mean_of_its_group():
+    assert advantages_of([1.1, 0.1, 0.1, 0.0]) == pytest.approx([0.775, -0.225, -0.225, -0.325])
+
+
+@pytest.mark.parametrize("size", [2, 3, 7, 8, 16, 32])
+def test_equal_rewards_mean_an_advantage_of_exactly_zero(size):
+    assert advantages_of([0.1] * size) == [0.0] * size
+
+
+def test_sil_imitates_the_k_best_and_nothing_that_earned_nothing():
+    sil = {"training__learning_type": "sil", "training__k_best_of_n": [2, 4]}
+    assert advantages_of([0.1, 1.1, 0.0, 0.6], **sil) == [0, 1, 0, 1]
+    assert advantages_of([0.0, 1.1, 0.0, 0.0], **sil) == [0, 1, 0, 0]
+    assert advantages_of([0.0] * 4, **sil) == [0, 0, 0, 0]
+    ties = [advantages_of([1.0] * 4, seed=seed, **sil) for seed in range(40)]
+    assert all(sum(tie) == 2 for tie in ties)
+    assert ties == [advantages_of([1.0] * 4, seed=seed, **sil) for seed in range(40)]  # the seed breaks ties, nothing else
+    assert all(any(tie[place] for tie in ties) for place in range(4))
+
+
+def test_micro_batches_hold_every_row_once_within_the_budget():
+    trajectories = make_trajectories(50)
+    batches = main.make_micro_batches(trajectories, 60)
+    assert sorted(id(trajectory) for batch in batches for trajectory in batch) == sorted(map(id, trajectories))
+    assert all(len(batch) * max(t.length for t in batch) <= 60 for batch in batches)
+    assert [len(batch) for batch in main.make_micro_batches(trajectories, 1)] == [1] * 50  # a row over the budget goes alone
+
+
+def test_the_learning_rate_warms_up_then_stays_or_decays():
+    def rates(steps, **overrides):
+        return [main.scheduled_learning_rate(step, make_config(training__learning_rate=1.0, **overrides)) for step in steps]
+    assert rates([1, 2, 4, 5, 900], training__warmup_steps=4) == [0.25, 0.5, 1, 1, 1]
+    assert rates([1, 4, 5, 9, 12, 13], training__warmup_steps=4, training__decay_steps=8) == [0.25, 1, 0.875, 0.375, 0, 0]
+    assert rates([1, 2], training__warmup_steps=0) == [1, 1]

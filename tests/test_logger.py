@@ -1,0 +1,63 @@
+"""What a person sees and what MLflow keeps."""
+
+import json
+
+import pytest
+from conftest import ROOT, make_config
+from test_run import SHORT
+
+import logger
+import main
+
+
+def test_mlflow_gets_settings_metrics_by_step_completions_and_files(tmp_path, monkeypatch):
+    import mlflow
+
+    store = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
+    monkeypatch.chdir(tmp_path)  # artifacts go below the working directory
+    where = [f"model.name={ROOT / 'tiny' / 'model'}", f"data.dataset={ROOT / 'tiny' / 'countdown.parquet'}", f"run.dir={tmp_path}"]
+    assert main.main([*SHORT, *where, "training.max_steps=2", "run.name=a", "logging.mlflow=true"]) == 0
+    client = mlflow.MlflowClient(store)
+    run, = client.search_runs([client.get_experiment_by_name("onefile-grpo").experiment_id])
+    assert run.info.status == "FINISHED" and run.info.run_name == "a"
+    assert run.data.params["training.seed"] == "0" and len(run.data.params) == len(main.flatten(make_config()))
+    entries = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
+    for metric in ("reward", "eval/solved"):
+        expected = [(entry["step"], entry[metric]) for entry in entries if metric in entry]
+        found = [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, metric)]
+        assert len(found) > 1 and found == [(step, pytest.approx(value)) for step, value in expected]
+    artifacts = {artifact.path for artifact in client.list_artifacts(run.info.run_id)}
+    assert artifacts >= {"config.yaml", "metrics.jsonl", "samples.jsonl", "curves.png", "summary.json", "samples"}
+    table = client.download_artifacts(run.info.run_id, "samples/step-000002.json", str(tmp_path))
+    with open(table) as file:
+        assert "completion" in json.load(file)["columns"]
+
+
+def make_logger(tmp_path, is_terminal, active=True):
+    log = logger.Logger(make_config(run__dir=str(tmp_path), run__name="a"), active)
+    log.is_terminal = is_terminal
+    return log
+
+
+def test_progress_is_a_bar_on_a_terminal_and_rare_plain_lines_elsewhere(tmp_path, capsys, monkeypatch):
+    clock = iter(range(0, 10_000, 10))  # ten seconds between any two looks at it
+    monkeypatch.setattr(logger.time, "time", lambda: next(clock))
+
+    def show(**how):
+        with make_logger(tmp_path, **how).progress("sampling", 100) as progress:
+            for done in (20, 40, 60, 80, 100):
+                progress(done)
+        return capsys.readouterr().out
+
+    bar = show(is_terminal=True)
+    assert "[########            ] sampling 40/100, 2.0/s, 30 s left" in bar and "\n" not in bar
+    assert bar.rpartition("\r")[2] == "" and bar.split("\r")[-2].strip() == ""  # it wipes itself out
+    assert show(is_terminal=False) == "sampling 60/100, 2.0/s, 20 s left\n"
+    assert show(is_terminal=True, active=False) == ""
+
+
+def test_long_completions_are_shortened_in_the_middle():
+    shortened = logger._shorten("a" * 1000 + "b" * 1000)
+    assert len(shortened) < 650 and shortened.startswith("aaa") and shortened.endswith("bbb") and " ... " in shortened
+    assert logger._shorten("short") == "short"

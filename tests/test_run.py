@@ -1,0 +1,174 @@
+"""Whole runs of main.py under torchrun: what they leave behind, what they say, and what must not change from one to another."""
+
+import json
+import random
+import subprocess
+import sys
+
+import pytest
+import transformers
+import yaml
+from conftest import ARCHITECTURES, ROOT, make_config, read_jsonl, torchrun
+
+import main
+
+SHORT = ["training.max_steps=3", "training.max_new_gen_tokens=24", "training.num_samples_per_step=2", "training.k_best_of_n=[4,4]",
+         "data.num_validation=6", "data.max_rows=200", "validation.best_of_n=2"]
+TIMES = {"tokens_per_second", "seconds/sample", "seconds/learn", "memory_gb"}
+
+
+def run(num_ranks, folder, *more):
+    result = torchrun(num_ranks, "main.py", *SHORT, f"run.dir={folder}", "run.name=a", *more)
+    assert result.returncode == 0, result.stderr
+    return result, folder / "a"
+
+
+def training_steps(folder):
+    """The training part of metrics.jsonl, without what depends on the clock."""
+    return [{key: value for key, value in entry.items() if key not in TIMES}
+            for entry in read_jsonl(folder / "metrics.jsonl") if "reward" in entry]
+
+
+def test_a_run_of_two_ranks_leaves_everything_it_promises(tmp_path):
+    result, folder = run(2, tmp_path, "logging.mlflow=false", "validation.every=2")
+    entries = read_jsonl(folder / "metrics.jsonl")
+    assert [(entry["step"], "reward" in entry) for entry in entries] == [
+        (0, False), (1, True), (2, True), (2, False), (3, True), (3, False)]
+    assert set(entries[1]) == TIMES | {
+        "step", "reward", "reward_std", "reward/format", "reward/answer", "solved", "groups_without_signal", "completion_length",
+        "truncated", "entropy", "grad_norm", "learning_rate", "loss", "updated"}
+    assert set(entries[0]) == {
+        "step", "eval/best_of_n", "eval/best_of_n_ci95", "eval/solved", "eval/solved_ci95", "eval/solved/3", "eval/format",
+        "eval/answer", "eval/reward", "eval/completion_length", "eval/truncated"}
+    assert all(entry[key] > 0 for entry in entries if "reward" in entry for key in TIMES)
+
+    samples = read_jsonl(folder / "samples.jsonl")
+    assert len(samples) == 3 * 6 * 2
+    assert [(s["step"], s["question"]) for s in samples] == [(step, q) for step in (0, 2, 3) for q in range(6) for _ in range(2)]
+    countdown = main.load_task("countdown")
+    for sample in samples:
+        numbers = sample["prompt"].split("numbers ")[1].split(" into")[0]
+        target = int(sample["prompt"].split("equals ")[1].split(".")[0])
+        row = {"nums": [int(number) for number in numbers.split(",")], "target": target}
+        assert countdown.reward_function(sample["completion"], row) == {"format": sample["format"], "answer": sample["answer"]}
+
+    settings = yaml.safe_load((folder / "config.yaml").read_text())
+    assert settings["training"]["max_steps"] == 3 and settings["model"]["precision"] == "float32"
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    summary = json.loads((folder / "summary.json").read_text())
+    assert json.loads(result.stdout.splitlines()[-1]) == summary
+    assert summary["first"] == entries[0] and summary["last"] == entries[-1]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "best")
+    assert len(transformers.AutoTokenizer.from_pretrained(folder / "best")) == model.config.vocab_size
+    assert "\r" not in result.stdout and result.stdout.count("-> reward") == 9  # three completions an evaluation, plain lines
+    assert sum(line.startswith("step ") for line in result.stdout.splitlines()) == 3
+
+    # Evaluating at another rhythm, and cutting the batch otherwise, change no training metric beyond rounding.
+    _, other = run(2, tmp_path / "other", "validation.every=1", "training.tokens_per_micro_batch=100")
+    for ours, theirs in zip(training_steps(folder), training_steps(other), strict=True):
+        assert ours == {key: pytest.approx(value, rel=1e-4, abs=1e-7) for key, value in theirs.items()}
+
+
+def test_sil_on_three_ranks_and_evaluation_alone(tmp_path):
+    _, folder = run(3, tmp_path, "training.learning_type=sil", "training.k_best_of_n=[1,4]", "training.max_steps=1")
+    assert len(training_steps(folder)) == 1
+    result = subprocess.run([sys.executable, "main.py", *SHORT, "training.max_steps=0", f"run.dir={tmp_path}", "run.name=b"],
+                            check=False, cwd=ROOT, capture_output=True, text=True, timeout=120)  # plain python: one rank
+    assert result.returncode == 0, result.stderr
+    assert [list(entry)[:2] for entry in read_jsonl(tmp_path / "b" / "metrics.jsonl")] == [["step", "eval/best_of_n"]]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_architecture_trains_a_step(architecture, model_folder, tmp_path, capsys):
+    folder = model_folder(architecture)
+    assert main.main([*SHORT, "training.max_steps=1", f"model.name={folder}", f"run.dir={tmp_path}", "run.name=a"]) == 0
+    entry = training_steps(tmp_path / "a")[0]
+    assert entry["completion_length"] > 1
+    before = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert type(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "best")) is type(before)
+
+
+def test_a_users_mistake_is_one_line_and_exit_code_two_on_every_rank(tmp_path):
+    result = torchrun(2, "main.py", "training.learning_rat=1", f"run.dir={tmp_path}", timeout=60)
+    assert result.returncode == 1  # torchrun's own
+    assert "error: training.learning_rat=1: there is no such key; the nearest is training.learning_rate\n" in result.stderr
+    assert result.stderr.count("error: training") == 1
+    assert result.stderr.count("exitcode  : 2") == 2 and "exitcode  : 1" not in result.stderr.replace("exitcode  : 2", "")
+    assert "Traceback (most recent call last):\n  File \"" + str(ROOT) not in result.stderr
+
+
+# ---------------------------------------------------------------- data and evaluation
+
+def test_the_split_is_by_content_and_the_order_by_seed_alone(tmp_path, monkeypatch):
+    problems = [([a, b, 7], 10 + a) for a in range(1, 9) for b in range(1, 9)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"nums": nums, "target": target}) + "\n" for nums, target in problems))
+    # a and b swapped is another problem only when the target differs; each is also given once more in another order
+    with open(tmp_path / "data.jsonl", "a") as file:
+        file.writelines(json.dumps({"nums": nums[::-1], "target": target}) + "\n" for nums, target in problems)
+    config = make_config(data__dataset=str(tmp_path / "data.jsonl"), data__num_validation=10, training__num_samples_per_step=4)
+    task = main.load_task("countdown")
+
+    def content(rows):
+        return [(tuple(sorted(row["nums"])), row["target"]) for row in rows]
+
+    training, validation = main.load_questions(task, config)
+    assert len(validation) == len(set(content(validation))) == 10
+    assert not set(content(training)) & set(content(validation))
+    assert set(content(training)) | set(content(validation)) == {(tuple(sorted(nums)), target) for nums, target in problems}
+
+    def batches(num_ranks, per_rank, steps):
+        config.training.num_samples_per_step = per_rank
+        monkeypatch.setattr(main, "WORLD_SIZE", num_ranks)
+        result = []
+        for step in range(steps):
+            for rank in range(num_ranks):
+                monkeypatch.setattr(main, "RANK", rank)
+                result += [id(row) for row in main.questions(training, step + 1, config)]
+        return result
+
+    order = batches(1, 12, 30)
+    assert order == batches(2, 6, 30) == batches(3, 4, 30)
+    epoch = len(training)
+    assert sorted(order[:epoch]) == sorted(map(id, training)) == sorted(order[epoch:2 * epoch])
+    assert order[:epoch] != order[epoch:2 * epoch]
+    config.training.seed = 1
+    assert batches(1, 12, 30) != order
+
+
+def test_best_of_n_and_mean_accuracy_by_hand():
+    task = main.load_task("countdown")
+    solved = [[1, 0, 0], [0, 0, 0], [1, 1, 1], [0, 1, 1], [0, 0, 0]]
+    groups = [[main.Trajectory({"group": 3 + (i > 2)}, [], [0] * (j + 1), "", j == 2, {"format": 0.5, "answer": float(value)}, value + 0.05)
+               for j, value in enumerate(values)] for i, values in enumerate(solved)]
+    metrics = main.evaluation_metrics(groups, task)
+    assert metrics == pytest.approx({
+        "eval/best_of_n": 3 / 5, "eval/solved": 6 / 15, "eval/solved/3": 4 / 9, "eval/solved/4": 2 / 6,
+        # 1.96 standard errors of the mean over the five questions
+        "eval/best_of_n_ci95": 1.96 * (0.3 / 5) ** 0.5,
+        "eval/solved_ci95": 1.96 * (((1 / 3 - .4) ** 2 + .16 + .36 + (2 / 3 - .4) ** 2 + .16) / 4 / 5) ** 0.5,
+        "eval/format": 0.5, "eval/answer": 0.4, "eval/reward": 0.45, "eval/completion_length": 2, "eval/truncated": 1 / 3})
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_five_questions_are_evaluated_and_gathered_in_order_on_any_number_of_ranks(num_ranks, tmp_path):
+    result = torchrun(num_ranks, "tests/evaluation_worker.py", tmp_path)
+    assert result.returncode == 0, result.stderr
+    found = json.loads((tmp_path / "evaluation.json").read_text())
+    assert found["order"] == [[question, question, question] for question in range(5)]
+    # Question i is solved by i of its answers, at most 3: 0, 1, 2, 3, 3 of 3.
+    assert found["metrics"]["eval/best_of_n"] == pytest.approx(4 / 5)
+    assert found["metrics"]["eval/solved"] == pytest.approx(9 / 15)
+
+
+def test_step_metrics_are_means_over_groups_and_answers(one_rank):
+    stream = random.Random(0)
+    groups = [[main.Trajectory({}, [], [0] * stream.randint(1, 9), "", False, {"format": 1.0, "answer": 0.0}, reward)
+               for reward in rewards] for rewards in ([0.1, 0.1], [0.0, 1.0], [1.1, 0.1])]
+    trajectories = [trajectory for group in groups for trajectory in group]
+    metrics = main.step_metrics(groups, {"sample": 1.5, "learn": 0.5}, main.load_task("countdown"), one_rank)
+    assert metrics["reward"] == pytest.approx(2.4 / 6)
+    assert metrics["reward_std"] == pytest.approx((0 + 0.5 + 0.5) / 3)
+    assert metrics["groups_without_signal"] == pytest.approx(1 / 3)
+    tokens = sum(len(t.completion_ids) for t in trajectories)
+    assert metrics["completion_length"] == pytest.approx(tokens / 6)
+    assert metrics["tokens_per_second"] == pytest.approx(tokens / 2)

@@ -1,0 +1,162 @@
+"""What is sampled is what the policy says: the right distribution, the right continuation, the right stop."""
+
+import pytest
+import torch
+from conftest import ARCHITECTURES, ROOT, VOCABULARY, gradient, make_config, make_model, plain_loss, relative_error
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+import main
+
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [3, 4], [2, 9, 2, 9, 2]]  # ragged, so that two of them are padded
+
+
+def tokenizer_of(eos: int, pad: int | None):
+    """As much of a tokenizer as sampling uses, over the random models' vocabulary."""
+
+    class Tokenizer:
+        eos_token_id, pad_token_id = eos, pad
+
+        def __call__(self, text):
+            return {"input_ids": [int(word) for word in text.split()]}
+
+        def decode(self, ids, **_):
+            return " ".join(map(str, ids))
+
+    return Tokenizer()
+
+
+def sample(model, prompts, num_samples, eos=0, pad=0, **overrides):
+    rows = [{"prompt": " ".join(map(str, prompt))} for prompt in prompts]
+    return main.sample_trajectories(model, tokenizer_of(eos, pad), None, rows, num_samples, make_config(**overrides),
+                                    lambda done: None)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_samples_follow_the_models_softmax_whatever_its_generation_config_says(temperature, tmp_path):
+    model = make_model()
+    model.generation_config = GenerationConfig(do_sample=True, temperature=0.3, top_k=1, top_p=0.5, min_p=0.3, typical_p=0.5,
+                                               repetition_penalty=2.0, no_repeat_ngram_size=1, eos_token_id=0)
+    num_samples = 6000
+    trajectories = sample(model, [PROMPTS[0]], num_samples, sampling__temperature=temperature, training__max_new_gen_tokens=2,
+                          sampling__max_rows=num_samples)
+    # Every pair of tokens, the second after the first: a repetition penalty would show in the second only.
+    expected = torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.float64)
+    for first in range(VOCABULARY):
+        logits = model(torch.tensor([PROMPTS[0] + [first]])).logits[0, -2:].detach().double() / temperature
+        expected[first] = torch.softmax(logits[0], -1)[first] * torch.softmax(logits[1], -1)
+    expected[0] = torch.tensor([expected[0].sum()] + [0.0] * (VOCABULARY - 1))  # token 0 ends the answer
+    observed = torch.zeros_like(expected)
+    for trajectory in trajectories:
+        first, second = (trajectory.completion_ids + [0])[:2]
+        observed[first, second] += 1
+    common = expected * num_samples >= 5  # the rest together as one cell
+    cells = [(observed[common], expected[common] * num_samples), (observed[~common].sum()[None], expected[~common].sum()[None] * num_samples)]
+    statistic = sum(float(((o - e) ** 2 / e).sum()) for o, e in cells)
+    freedom = int(common.sum())
+    assert freedom > 20
+    assert statistic < freedom + 4 * (2 * freedom) ** 0.5, (statistic, freedom)
+
+    assert model.generation_config.temperature == 0.3
+    model.save_pretrained(tmp_path)
+    assert GenerationConfig.from_pretrained(tmp_path).repetition_penalty == 2.0
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_prefix_sharing_padding_and_leaving_early_change_no_token(architecture, monkeypatch):
+    """Greedy answers (top_k 1) to ragged prompts are what one pass without padding or cache would choose."""
+    monkeypatch.setattr(main, "TOKENS_PER_SLICE", 5)
+    model, L = make_model(architecture), 40
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+    prompts = [*PROMPTS, *([token] * 3 for token in range(18, 24))]
+
+    def answers(stop, max_rows):
+        trajectories = sample(model, prompts, 3, eos=stop, sampling__top_k=1, training__max_new_gen_tokens=L,
+                              sampling__max_rows=max_rows)
+        for trajectory in trajectories:
+            prompt, completion = trajectory.prompt_ids, trajectory.completion_ids
+            logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1:-1]
+            assert logits.argmax(-1).tolist() == completion
+            assert stop not in completion[:-1] and trajectory.truncated == (completion[-1] != stop)
+            assert len(completion) == L if trajectory.truncated else len(completion) <= L
+        assert [t.prompt_ids for t in trajectories] == [prompt for prompt in prompts for _ in range(3)]
+        return [t.completion_ids for t in trajectories]
+
+    endless = answers(1000, 100)  # no such token: all run to the limit
+    stop = next(ids[i] for ids in endless for i in range(3, 12) if 0 < sum(ids[i] in other for other in endless) < len(endless))
+    ended = answers(stop, 100)
+    assert len({len(ids) for ids in ended}) > 1  # some left early while others went on
+    assert answers(stop, 5) == ended  # five rows a call: groups are split between calls
+
+
+def test_sampling_stops_at_any_of_the_models_stop_tokens_and_keeps_the_one_sampled():
+    model = make_model()
+    model.generation_config.eos_token_id = [3, 4]
+    trajectories = sample(model, PROMPTS, 40, eos=5, training__max_new_gen_tokens=30)
+    stops = {0, 3, 4, 5}  # 0 comes from the model's own config
+    assert {t.completion_ids[-1] for t in trajectories if not t.truncated} == stops
+    for trajectory in trajectories:
+        assert not stops & set(trajectory.completion_ids[:-1])
+        ids = trajectory.completion_ids if trajectory.truncated else trajectory.completion_ids[:-1]
+        assert trajectory.completion == " ".join(map(str, ids))
+
+
+def test_the_stop_token_is_trained_on_and_padding_is_not_where_both_are_one_id(one_rank):
+    """Pad, end of sequence and end of text are all 0 here, and `collate` pads with 0 too."""
+    model = make_model(dtype=torch.float64)
+    trajectories = sample(model, PROMPTS, 8, eos=0, pad=None, training__max_new_gen_tokens=30)
+    assert any(not t.truncated for t in trajectories) and len({t.length for t in trajectories}) > 3
+    for i, trajectory in enumerate(trajectories):
+        trajectory.advantage = float(not trajectory.truncated) * (1 + i % 3)
+    batch = main.collate(trajectories, one_rank)
+    assert batch["completion_mask"].sum(1).tolist() == [len(t.completion_ids) for t in trajectories]
+    for i, trajectory in enumerate(trajectories):
+        assert batch["completion_mask"][i, trajectory.length - 1] and not batch["completion_mask"][i, trajectory.length:].any()
+
+    config = make_config(training__num_samples_per_step=3, training__max_new_gen_tokens=30, training__max_grad_norm=None)
+    policy = DistributedDataParallel(main.Policy(model, 1.0, mixed=False))
+    main.update_policy(policy, torch.optim.SGD(model.parameters(), lr=0.0), trajectories, 0.0, config, one_rank)
+    reference = make_model(dtype=torch.float64)
+    plain_loss(reference, trajectories, 3 * 8, 30, 1.0).backward()
+    assert relative_error(gradient(model), gradient(reference)) < 1e-11
+    for trajectory in trajectories:  # the same without the stop tokens is another gradient: they do count
+        trajectory.completion_ids = [token for token in trajectory.completion_ids if token != 0] or [1]
+    reference = make_model(dtype=torch.float64)
+    plain_loss(reference, trajectories, 3 * 8, 30, 1.0).backward()
+    assert relative_error(gradient(model), gradient(reference)) > 1e-3
+
+
+def test_sampling_is_repeated_by_the_same_seed_step_and_rank_and_by_nothing_else():
+    def draw(seed, step, purpose):
+        main.random_stream(seed, step, purpose)
+        return [t.completion_ids for t in sample(model, PROMPTS[:1], 4, training__max_new_gen_tokens=8)]
+    model = make_model()
+    assert draw(0, 1, "train") == draw(0, 1, "train")
+    others = [draw(1, 1, "train"), draw(0, 2, "train"), draw(0, 1, "evaluate")]
+    assert all(other != draw(0, 1, "train") for other in others)
+
+
+def test_sampling_works_with_gradient_checkpointing_on_and_leaves_the_model_in_train_mode():
+    model = make_model().train()
+    torch.manual_seed(0)
+    plain = [t.completion_ids for t in sample(model, PROMPTS, 2, training__max_new_gen_tokens=12)]
+    model.activation_checkpointing_enable()
+    torch.manual_seed(0)
+    assert [t.completion_ids for t in sample(model, PROMPTS, 2, training__max_new_gen_tokens=12)] == plain
+    assert model.training
+
+
+def test_the_chat_style_puts_the_same_question_through_the_template():
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny" / "model")
+    task = main.load_task("countdown")
+    row = {"prompt": task.generate_prompt([3, 7, 25], 88)}
+    base = tokenizer.decode(main.encode_prompt(row, task, tokenizer, make_config()))
+    assert base == row["prompt"] and base.endswith("<think>")
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}[assistant]"
+    chat = tokenizer.decode(main.encode_prompt(row, task, tokenizer, make_config(data__prompt_style="chat")))
+    assert chat == f"[system]{task.SYSTEM_MESSAGE}\n[user]{base.removesuffix('<think>').strip()}\n[assistant]<think>"
+
+
+def test_the_embedded_model_loads_as_any_other():
+    model = AutoModelForCausalLM.from_pretrained(ROOT / "tiny" / "model")
+    assert 1_000_000 <= sum(parameter.numel() for parameter in model.parameters()) <= 1_800_000
