@@ -9,11 +9,13 @@
 
 import dataclasses
 import json
+import os
 import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import transformers
 import yaml
 
 SECONDS_BETWEEN_PROGRESS_LINES = 30  # where stdout is not a terminal
@@ -29,6 +31,8 @@ class Logger:
         self.mlflow = None
         self.started = time.time()
         self.is_terminal = sys.stdout.isatty()
+        if not (active and self.is_terminal):
+            transformers.utils.logging.disable_progress_bar()
         if active:
             sys.stdout.reconfigure(line_buffering=True)
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -51,11 +55,11 @@ class Logger:
     # ------------------------------------------------------------ while it runs
 
     @contextmanager
-    def progress(self, label: str, total: int):
-        """Yields a function to call with how much is done: a bar on a terminal, now and then a line elsewhere."""
+    def progress(self, label: str):
+        """Yields a function to call with how much is done of how much: a bar on a terminal, now and then a line elsewhere."""
         started = last_shown = time.time()
 
-        def show(done: int) -> None:
+        def show(done: int, total: int) -> None:
             nonlocal last_shown
             now = time.time()
             if not self.active or now - last_shown < (0.2 if self.is_terminal else SECONDS_BETWEEN_PROGRESS_LINES):
@@ -93,8 +97,8 @@ class Logger:
                     "reward": answer.reward, **answer.parts, "truncated": answer.truncated}
                    for i, group in enumerate(groups) for answer in group]
         self._append("samples.jsonl", samples)
-        print(f"evaluation at step {step}: solved {metrics['eval/solved']:.3f} ± {metrics['eval/solved_ci95']:.3f}, "
-              f"best of {self.config.validation.best_of_n} {metrics['eval/best_of_n']:.3f} ± {metrics['eval/best_of_n_ci95']:.3f}, "
+        print(f"evaluation at step {step}: solved {_with_interval(metrics, 'eval/solved')}, best of "
+              f"{self.config.validation.best_of_n} {_with_interval(metrics, 'eval/best_of_n')}, "
               f"length {metrics['eval/completion_length']:.1f}")
         for group in groups[:3]:
             answer = group[0]
@@ -102,14 +106,12 @@ class Logger:
             print(f"  {answer.row['prompt'].strip()}\n    " + _shorten(answer.completion).strip().replace("\n", "\n    ")
                   + f"\n    -> reward {answer.reward:.2f} ({parts})")
         self._draw_curves()
-        if self.mlflow:
-            self.mlflow.log_table({key: [sample[key] for sample in samples] for key in samples[0]}, f"samples/step-{step:06d}.json")
+        self._mlflow("log_table", {key: [sample[key] for sample in samples] for key in samples[0]}, f"samples/step-{step:06d}.json")
 
     def _keep(self, step: int, metrics: dict) -> None:
         self.history.append({"step": step, **metrics})
         self._append("metrics.jsonl", [self.history[-1]])
-        if self.mlflow:
-            self.mlflow.log_metrics({name: value for name, value in metrics.items() if value is not None}, step=step)
+        self._mlflow("log_metrics", {name: value for name, value in metrics.items() if value is not None}, step=step)
 
     def _append(self, name: str, records: list[dict]) -> None:
         with open(self.folder / name, "a", encoding="utf-8") as file:
@@ -128,17 +130,14 @@ class Logger:
         (self.folder / "summary.json").write_text(json.dumps(summary) + "\n", encoding="utf-8")
         print(f"solved {first['eval/solved']:.3f} -> {last['eval/solved']:.3f}, best of {self.config.validation.best_of_n} "
               f"{first['eval/best_of_n']:.3f} -> {last['eval/best_of_n']:.3f}; the best model is in {self.folder / 'best'}")
-        if self.mlflow:
-            for name in ("config.yaml", "metrics.jsonl", "samples.jsonl", "curves.png", "summary.json"):
-                self.mlflow.log_artifact(str(self.folder / name))
-            self.mlflow.end_run()
-            self.mlflow = None
+        for name in ("config.yaml", "metrics.jsonl", "samples.jsonl", "curves.png", "summary.json"):
+            self._mlflow("log_artifact", str(self.folder / name))
+        self._mlflow("end_run")
+        self.mlflow = None
         print(json.dumps(summary))
 
     def close(self) -> None:
-        if self.mlflow:  # finish() was never reached
-            self.mlflow.end_run("FAILED")
-            self.mlflow = None
+        self._mlflow("end_run", "FAILED")  # unless finish() has ended it already
 
     # ------------------------------------------------------------ curves and MLflow
 
@@ -148,27 +147,47 @@ class Logger:
         matplotlib.use("Agg")
         from matplotlib import pyplot
 
-        panels = [("solved", "eval/solved", "solved, held out"), ("reward", "eval/best_of_n", "best of n, held out"),
-                  ("completion_length", "eval/completion_length", "length, held out")]
+        panels = {"accuracy": {"solved": "training", "eval/solved": "held out", "eval/best_of_n": "held out, best of n"},
+                  "reward": {"reward": "training", "eval/reward": "held out"},
+                  "completion length": {"completion_length": "training", "eval/completion_length": "held out"}}
+        styles = [{"color": "0.65", "linewidth": 1}, {"color": "0", "marker": "o"}, {"color": "0.35", "marker": "s", "linestyle": "--"}]
         figure, axes = pyplot.subplots(1, len(panels), figsize=(4 * len(panels), 3), layout="constrained")
-        for axis, (metric, eval_metric, eval_label) in zip(axes, panels):
-            for name, label, style in ((metric, f"{metric.replace('_', ' ')}, training", {"color": "0.6", "linewidth": 1}),
-                                       (eval_metric, eval_label, {"color": "0.0", "marker": "o"})):
-                points = [(entry["step"], entry[name]) for entry in self.history if name in entry]
-                axis.plot(*zip(*points) if points else ((), ()), label=label, **style)
-            axis.set_xlabel("step")
+        for axis, (title, lines) in zip(axes, panels.items()):
+            for (metric, label), style in zip(lines.items(), styles):
+                points = [(entry["step"], entry[metric]) for entry in self.history if metric in entry]
+                axis.plot([step for step, _ in points], [value for _, value in points], label=label, **style)
+            axis.set(title=title, xlabel="step")
             axis.legend(fontsize=8)
         figure.savefig(self.folder / "curves.png", dpi=110)
         pyplot.close(figure)
 
     def _start_mlflow(self, parameters: dict) -> None:
+        # Its client retries a dead server for minutes by default, in which nothing would be trained.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         import mlflow
 
-        mlflow.set_experiment("onefile-grpo")
-        mlflow.start_run(run_name=self.config.run.name)
-        mlflow.log_params(parameters)
         self.mlflow = mlflow
+        if not {"MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"} & os.environ.keys():
+            self._mlflow("set_experiment", "onefile-grpo")
+        self._mlflow("start_run", run_name=self.config.run.name)
+        self._mlflow("log_params", parameters)
+
+    def _mlflow(self, function: str, *arguments, **named) -> None:
+        """Tracking must never stop training: what it cannot take, the files of the run still hold."""
+        if self.mlflow:
+            try:
+                getattr(self.mlflow, function)(*arguments, **named)
+            except Exception as error:  # whatever a server, a database or a network can do
+                self.mlflow = None
+                print(f"warning: MLflow failed ({type(error).__name__}: {' '.join(str(error).split())[:200]}); "
+                      f"this run goes on without it, its files are in {self.folder}")
 
 
 def _shorten(text: str, limit: int = 600) -> str:
     return text if len(text) <= limit else f"{text[:limit // 2]} ... {text[-limit // 2:]}"
+
+
+def _with_interval(metrics: dict, name: str) -> str:
+    interval = metrics[f"{name}_ci95"]
+    return f"{metrics[name]:.3f}" + ("" if interval is None else f" ± {interval:.3f}")

@@ -25,7 +25,6 @@ import argparse
 import copy
 import difflib
 import hashlib
-import heapq
 import importlib.util
 import json
 import math
@@ -37,7 +36,7 @@ import signal
 import sys
 import time
 import typing
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import lru_cache
@@ -46,11 +45,10 @@ from statistics import fmean, pstdev, stdev
 from types import UnionType
 from typing import Annotated, Literal
 
-from dotenv import dotenv_values
+from dotenv import load_dotenv
 
 # Before transformers and datasets are imported: they read HF_HUB_OFFLINE, HF_HOME and the like as they load.
-os.environ.update({key: value for key, value in dotenv_values(Path(__file__).with_name(".env")).items()
-                   if value is not None and key not in os.environ})
+load_dotenv(Path(__file__).with_name(".env"))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks fork no workers, and there is nothing to warn of
 
 import torch
@@ -59,7 +57,7 @@ import yaml
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from logger import Logger
 
@@ -74,28 +72,42 @@ class UserError(Exception):
     """Something the person who started the run can mend. Becomes one line and exit code 2, never a traceback."""
 
 
+@contextmanager
+def blame(what: str):
+    """Whatever goes wrong inside is about something the user has named: `what` says which."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # libraries raise a dozen unrelated types, some of whose messages are many lines long
+        raise UserError(f"{what} ({type(error).__name__}: {' '.join(str(error).split())[:300]})") from error
+
+
 # ================================================================ configuration
 # config.yaml <- --config files <- section.key=value. config.yaml holds every default; these classes hold types and bounds.
 
+# What a key may hold: its Python type, the same in words, and a test of the value.
 Natural = Annotated[int, "an integer of at least 0", lambda value: value >= 0]
 Count = Annotated[int, "an integer of at least 1", lambda value: value >= 1]
-Positive = Annotated[float, "a number above 0", lambda value: value > 0]
+Positive = Annotated[float, "a number above 0", lambda value: 0 < value < math.inf]
 Share = Annotated[float, "a number above 0 and up to 1", lambda value: 0 < value <= 1]
 Decay = Annotated[float, "a number from 0 to below 1", lambda value: 0 <= value < 1]
+Text = Annotated[str, "a text, in quotes if need be", lambda value: True]
+Flag = Annotated[bool, "true or false", lambda value: True]
 
 @dataclass
 class ModelConfig:
-    name: str
+    name: Text
     precision: Literal["mixed", "bfloat16", "float32"] | None
-    gradient_checkpointing: bool
+    gradient_checkpointing: Flag
 
 @dataclass
 class TaskConfig:
-    name: str
+    name: Text
 
 @dataclass
 class DataConfig:
-    dataset: str
+    dataset: Text
     num_validation: Count
     max_rows: Count | None
     prompt_style: Literal["base", "chat"]
@@ -130,12 +142,12 @@ class ValidationConfig:
 
 @dataclass
 class RunConfig:
-    dir: str
-    name: str | None
+    dir: Text
+    name: Text | None
 
 @dataclass
 class LoggingConfig:
-    mlflow: bool
+    mlflow: Flag
 
 @dataclass
 class Config:
@@ -171,20 +183,19 @@ def load_config(arguments: list[str]) -> Config:
         key, equals, text = override.partition("=")
         if not equals:
             raise UserError(f"{override!r} is not of the form section.key=value")
-        values[key] = parse_yaml(text, override)
+        with blame(f"{override} is not YAML"):
+            values[key] = yaml.safe_load(text)
 
-    types = {f"{section}.{key}": hint for section, section_class in typing.get_type_hints(Config).items()
-             for key, hint in typing.get_type_hints(section_class, include_extras=True).items()}
+    sections = typing.get_type_hints(Config)
+    hints = {f"{name}.{key}": hint for name, section in sections.items()
+             for key, hint in typing.get_type_hints(section, include_extras=True).items()}
     for key, value in values.items():
-        if key not in types:
-            nearest = difflib.get_close_matches(key, types, n=1, cutoff=0.0)[0]
-            raise UserError(f"{key}={value!r}: there is no such key; the nearest is {nearest}")
-    if missing := sorted(types.keys() - values.keys()):
-        raise UserError(f"{HERE / 'config.yaml'} lacks {', '.join(missing)}")
-    config = Config(**{section: section_class(**{key.split(".")[1]: checked(key, values[key], hint)
-                                                 for key, hint in types.items() if key.startswith(f"{section}.")})
-                       for section, section_class in typing.get_type_hints(Config).items()})
-
+        if key not in hints:
+            raise UserError(f"{key}={value!r}: there is no such key; the nearest is {difflib.get_close_matches(key, hints, 1, 0.0)[0]}")
+    if missing := hints.keys() - values.keys():
+        raise UserError(f"{HERE / 'config.yaml'} lacks {', '.join(sorted(missing))}")
+    config = Config(**{name: section(*(checked(key, values[key], hint) for key, hint in hints.items() if key.startswith(f"{name}.")))
+                       for name, section in sections.items()})
     if len(config.training.adam_betas) != 2:
         raise UserError(f"training.adam_betas={config.training.adam_betas}: write two numbers, like [0.9, 0.95]")
     k, n = config.training.k_best_of_n if len(config.training.k_best_of_n) == 2 else (0, 0)
@@ -197,19 +208,10 @@ def load_config(arguments: list[str]) -> Config:
     return config
 
 
-def parse_yaml(text: str, origin: str | Path) -> object:
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UserError(f"{origin} is not YAML: {' '.join(str(error).split())}") from error
-
-
 def read_yaml(path: str | Path) -> dict[str, object]:
     """A file's two levels of keys as {"section.key": value}."""
-    try:
-        tree = parse_yaml(Path(path).read_text(encoding="utf-8"), path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the config file {path}: {error}") from error
+    with blame(f"cannot read the config file {path}: not there, or not YAML"):
+        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     if not isinstance(tree, dict) or not all(isinstance(keys, dict) for keys in tree.values()):
         raise UserError(f"{path} must hold sections with keys, like `training:` and under it `  seed: 1`")
     return {f"{section}.{key}": value for section, keys in tree.items() for key, value in keys.items()}
@@ -217,25 +219,23 @@ def read_yaml(path: str | Path) -> dict[str, object]:
 
 def checked(key: str, value, hint):
     """`value` as the type `hint` asks for, or an error that says what would do."""
-    wanted = []
-    for option in typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, UnionType) else [hint]:
-        kind, *bounds = typing.get_args(option) if typing.get_origin(option) is Annotated else [option]
-        description, within = bounds or ({bool: "true or false", str: "a text, in quotes if need be"}.get(kind), lambda _: True)
-        if typing.get_origin(kind) is Literal:
-            description = " or ".join(typing.get_args(kind))
-            within = typing.get_args(kind).__contains__
-            kind = str
-        elif typing.get_origin(kind) is list and isinstance(value, list):
-            return [checked(key, item, typing.get_args(kind)[0]) for item in value]
-        elif kind is float and type(value) in (int, str):
-            try:  # YAML reads 1e-4 as text, for want of the dot in 1.0e-4
-                value = float(value)
-            except ValueError:
-                pass
-        if type(value) is kind and within(value) and value not in (math.inf, -math.inf):
-            return value
-        wanted.append(description or {type(None): "null"}.get(kind, "a list of numbers"))
-    raise UserError(f"{key}={value!r}: it must be {' or '.join(wanted)}")
+    kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, UnionType) else (hint,)
+    kind, or_null = kinds[0], " or null" if type(None) in kinds else ""
+    if value is None and or_null:
+        return None
+    if typing.get_origin(kind) is list:
+        if isinstance(value, list):
+            return [checked(key, item, *typing.get_args(kind)) for item in value]
+        raise UserError(f"{key}={value!r}: it must be a list of numbers")
+    if typing.get_origin(kind) is Literal:
+        kind = Annotated[str, " or ".join(typing.get_args(kind)), typing.get_args(kind).__contains__]
+    python_type, description, within = typing.get_args(kind)
+    if python_type is float and type(value) in (int, str):
+        with suppress(ValueError, OverflowError):  # YAML reads 1e-4 as text, for want of the dot in 1.0e-4
+            value = float(value)
+    if type(value) is python_type and within(value):
+        return value
+    raise UserError(f"{key}={value!r}: it must be {description}{or_null}")
 
 
 def flatten(config: Config) -> dict[str, object]:
@@ -255,20 +255,18 @@ def default_run_name(config: Config) -> str:
 def setup_distributed(config: Config) -> torch.device:
     """One code path for 1 or many ranks, on CPU (gloo) and CUDA (nccl; gloo carries what lives on the CPU)."""
     device = torch.device("cuda", LOCAL_RANK) if torch.cuda.is_available() else torch.device("cpu")
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if device.type == "cuda":
-        if LOCAL_RANK >= torch.cuda.device_count():
-            raise UserError(f"rank {RANK} finds no GPU of its own: this machine has {torch.cuda.device_count()}; "
-                            "start as many processes as there are GPUs (--nproc-per-node)")
+        if local_ranks > torch.cuda.device_count():
+            raise UserError(f"{local_ranks} processes on a machine with {torch.cuda.device_count()} GPUs: start one for each GPU")
         torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    elif os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun sets 1 where nothing is set
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        torch.set_num_threads(max(1, cores // local_ranks))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     # A rank waits for the slowest: long enough for an evaluation or a save on one of them, which take minutes at most.
-    timeout = timedelta(hours=2)
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(backend, timeout=timedelta(hours=2), **alone)
     config.model.precision = config.model.precision or ("mixed" if device.type == "cuda" else "float32")
     return device
 
@@ -295,10 +293,9 @@ def load_task(name: str):
     if spec is None or not path.is_file():
         raise UserError(f"task.name={name!r}: write countdown, or the path of a Python file")
     task = importlib.util.module_from_spec(spec)
-    try:
+    with blame(f"task.name={name!r} cannot be imported"):
+        sys.modules[spec.name] = task  # where dataclasses and pickle look for a module's classes
         spec.loader.exec_module(task)
-    except Exception as error:  # it is the user's file: anything can be wrong with it
-        raise UserError(f"task.name={name!r} cannot be imported: {type(error).__name__}: {error}") from error
     if missing := [key for key in ("load", "reward_function", "REWARD_WEIGHTS", "SOLVED") if not hasattr(task, key)]:
         raise UserError(f"task.name={name!r}: the file does not define {', '.join(missing)}")
     if task.SOLVED not in task.REWARD_WEIGHTS:
@@ -346,25 +343,20 @@ def questions(rows: list[dict], step: int, config: Config) -> list[dict]:
 def load_model(config: Config, device: torch.device):
     name = config.model.name
     dtype = torch.bfloat16 if config.model.precision == "bfloat16" else torch.float32
-    try:
+    with blame(f"model.name={name!r} cannot be loaded; give a folder with a model and its tokenizer, or a hub id within reach"):
         tokenizer = AutoTokenizer.from_pretrained(name)
-        model, loading = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, output_loading_info=True)
-    except Exception as error:  # the libraries raise a dozen unrelated types for a folder or hub id that does not do
-        reason = (str(error).splitlines() or [""])[0]
-        raise UserError(f"model.name={name!r} cannot be loaded ({type(error).__name__}: {reason}); give a folder with a model "
-                        "and its tokenizer, or a hub id that can be reached from here") from error
+        model_config = AutoConfig.from_pretrained(name)
+        # Dropout would make the log-probabilities learned from differ from those sampled from.
+        for key in vars(model_config):
+            if "dropout" in key or key.endswith("pdrop"):
+                setattr(model_config, key, 0.0)
+        model, loading = AutoModelForCausalLM.from_pretrained(name, config=model_config, dtype=dtype, output_loading_info=True)
     if loading["missing_keys"]:
         raise UserError(f"model.name={name!r} lacks the weights {', '.join(sorted(loading['missing_keys'])[:3])}")
     if tokenizer.eos_token_id is None:
         raise UserError(f"model.name={name!r}: its tokenizer has no end-of-text token, so no answer could ever end")
     if config.data.prompt_style == "chat" and not tokenizer.chat_template:
         raise UserError(f"data.prompt_style='chat': the tokenizer of {name!r} has no chat template; write base")
-    # Dropout would make the log-probabilities learned from differ from those sampled from.
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0
     if config.model.gradient_checkpointing:
         model.activation_checkpointing_enable()
     return model.to(device), tokenizer
@@ -396,16 +388,18 @@ def encode_prompt(row: dict, task, tokenizer, config: Config) -> list[int]:
     if system := getattr(task, "SYSTEM_MESSAGE", None):
         messages.insert(0, {"role": "system", "content": system})
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return tokenizer(text + reply_start, add_special_tokens=False)["input_ids"]  # the template has written them already
+    text += "" if text.rstrip().endswith(reply_start) else reply_start  # some templates open the thinking themselves
+    return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has written them already
 
 
 def check_lengths(rows: list[dict], model, task, tokenizer, config: Config) -> None:
-    longest_texts = heapq.nlargest(100, rows, key=lambda row: len(row["prompt"]))  # tokenising all could take minutes
+    longest_texts = sorted(rows, key=lambda row: len(row["prompt"]))[-100:]  # tokenising all could take minutes
     longest = max(len(encode_prompt(row, task, tokenizer, config)) for row in longest_texts)
-    context = getattr(model.config, "max_position_embeddings", None)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if context and longest + config.training.max_new_gen_tokens > context:
         raise UserError(f"training.max_new_gen_tokens={config.training.max_new_gen_tokens}: with a prompt of {longest} tokens "
-                        f"it exceeds the {context} that {config.model.name!r} can read; write at most {context - longest}")
+                        f"it exceeds the {context} that {config.model.name!r} can read"
+                        + (f"; write at most {context - longest}" if longest < context else ""))
 
 
 # ================================================================ sampling
@@ -431,23 +425,17 @@ class Trajectory:
 
 def make_generation_config(model, tokenizer, config: Config) -> GenerationConfig:
     """Every field that shapes the distribution is set: `generate` fills those left None from the model's own config,
-    and answers sampled at its temperature 0.7 and top_k 20 would not be the policy's."""
+    and answers sampled at its temperature 0.7 and top_k 20 would not be the policy's. (min_p has no neutral value but None;
+    it finds nothing to inherit, since this very object stands in for the model's own while answers are sampled.)"""
     stop_ids = {tokenizer.eos_token_id}  # chat models have several: stop on any, train on the one that was sampled
     for eos in (model.config.eos_token_id, model.generation_config.eos_token_id):
         stop_ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
     return GenerationConfig(
         do_sample=True, num_beams=1, use_cache=True, temperature=config.sampling.temperature, top_p=config.sampling.top_p,
-        top_k=config.sampling.top_k, min_p=0.0, typical_p=1.0, epsilon_cutoff=0.0, eta_cutoff=0.0, repetition_penalty=1.0,
+        top_k=config.sampling.top_k, min_p=None, typical_p=1.0, epsilon_cutoff=0.0, eta_cutoff=0.0, repetition_penalty=1.0,
         encoder_repetition_penalty=1.0, no_repeat_ngram_size=0, min_length=0, guidance_scale=1.0, renormalize_logits=False,
         remove_invalid_values=False, eos_token_id=sorted(stop_ids),
         pad_token_id=min(stop_ids) if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
-
-
-def pad_left(sequences: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    time = max(map(len, sequences))
-    ids = torch.tensor([[0] * (time - len(s)) + s for s in sequences], device=device)  # (rows, time)
-    mask = torch.tensor([[0] * (time - len(s)) + [1] * len(s) for s in sequences], device=device)
-    return ids, mask
 
 
 def positions(attention_mask: torch.Tensor) -> torch.Tensor:
@@ -459,16 +447,18 @@ TOKENS_PER_SLICE = 16  # after so many tokens the finished answers leave the bat
 
 
 def generate_completions(model, prompts: list[list[int]], repeats: torch.Tensor, generation_config,
-                         max_new_tokens: int) -> list[list[int]]:
+                         max_new_tokens: int, progress) -> list[list[int]]:
     """One completion for each entry of `repeats`, the index of its prompt. Each prompt is read once, its cache repeated."""
     stop_ids = set(generation_config.eos_token_id)
-    ids, mask = pad_left(prompts, model.device)  # (questions, prompt time)
+    padding = [max(map(len, prompts)) - len(prompt) for prompt in prompts]  # on the left: (questions, prompt time)
+    ids = torch.tensor([[0] * pad + prompt for pad, prompt in zip(padding, prompts)], device=model.device)
+    mask = torch.tensor([[0] * pad + [1] * len(prompt) for pad, prompt in zip(padding, prompts)], device=model.device)
     # All but the last prompt token: `generate` reads what the cache lacks, and needs a token to start from.
     cache = model.base_model(input_ids=ids[:, :-1], attention_mask=mask[:, :-1], position_ids=positions(mask[:, :-1]),
                              use_cache=True).past_key_values
     cache.batch_select_indices(repeats)
     ids, mask = ids[repeats], mask[repeats]  # (questions, prompt time) -> (rows, prompt time)
-    completions: list[list[int]] = [[] for _ in repeats]
+    completions: list[list[int]] = [[] for _ in range(len(repeats))]
     unfinished = list(range(len(repeats)))  # the completion that each row of the batch belongs to
     new_tokens = 0
     while unfinished and new_tokens < max_new_tokens:
@@ -488,6 +478,7 @@ def generate_completions(model, prompts: list[list[int]], repeats: torch.Tensor,
             rows = torch.tensor(going_on, dtype=torch.long, device=model.device)
             ids, mask = ids[rows], mask[rows]
             cache.batch_select_indices(rows)
+        progress(len(completions) - len(unfinished))
     return completions
 
 
@@ -499,21 +490,21 @@ def sample_trajectories(model, tokenizer, task, rows: list[dict], num_samples: i
     model.generation_config = generation_config  # so that `generate` finds nothing else to inherit
     model.eval()  # in train mode gradient checkpointing drops the cache
     prompts = [encode_prompt(row, task, tokenizer, config) for row in rows]
-    trajectories = []
+    trajectories, total = [], len(rows) * num_samples
     try:
-        for start in range(0, len(rows) * num_samples, config.sampling.max_rows):
-            stop = min(start + config.sampling.max_rows, len(rows) * num_samples)
+        for start in range(0, total, config.sampling.max_rows):
+            stop = min(start + config.sampling.max_rows, total)
             first, last = start // num_samples, (stop - 1) // num_samples  # the questions that this call answers
             repeats = torch.arange(start, stop, device=model.device) // num_samples - first
             completions = generate_completions(model, prompts[first:last + 1], repeats, copy.copy(generation_config),
-                                               config.training.max_new_gen_tokens)
+                                               config.training.max_new_gen_tokens,
+                                               lambda finished, start=start: progress(start + finished, total))
             for i, completion_ids in enumerate(completions, start):
                 truncated = completion_ids[-1] not in generation_config.eos_token_id
                 text = tokenizer.decode(completion_ids if truncated else completion_ids[:-1],
                                         clean_up_tokenization_spaces=False)
                 question = i // num_samples
                 trajectories.append(Trajectory(rows[question], prompts[question], completion_ids, text, truncated))
-            progress(stop)
     finally:
         model.generation_config = own_generation_config  # `save_pretrained` writes it
         model.train(was_training)
@@ -547,17 +538,6 @@ def compute_advantages(group: list[Trajectory], config: Config, stream: random.R
 LOGITS_PER_CHUNK = 2**25  # token positions x vocabulary in one piece: 128 MiB in float32
 
 
-class Body(nn.Module):
-    """Stands in for a model's body when its hidden states are already there."""
-
-    def __init__(self, output_class):
-        super().__init__()
-        self.output_class = output_class
-
-    def forward(self, *_, inputs_embeds, **__):
-        return self.output_class(last_hidden_state=inputs_embeds)
-
-
 class Policy(nn.Module):
     """The model as the learner sees it: token ids in, log-probabilities of the sampled tokens out. All of it happens inside
     the module that DDP wraps, since gradients of anything computed outside are not shared between ranks."""
@@ -574,26 +554,23 @@ class Policy(nn.Module):
             # The state at t predicts the token at t + 1. Only completion tokens reach the vocabulary projection:
             hidden = output.last_hidden_state[:, :-1][completion_mask[:, 1:]]  # (rows, time, width) -> (tokens, width)
             targets = input_ids[:, 1:][completion_mask[:, 1:]]                 # (rows, time) -> (tokens,)
-            body = Body(type(output))
             size = max(1, LOGITS_PER_CHUNK // self.model.config.get_text_config().vocab_size)
-            if len(targets) <= size:
-                return self.token_logprobs(hidden, targets, body)
-            # Longer ones go in chunks whose logits are dropped and recomputed in the backward pass, so that
+            # It goes in chunks whose logits are dropped and recomputed in the backward pass, so that
             # logits for all tokens, by far the largest tensor of all, never exist at once.
-            chunks = [checkpoint(self.token_logprobs, h, t, body, use_reentrant=False)
+            chunks = [checkpoint(self.token_logprobs, h, t, type(output), use_reentrant=False)
                       for h, t in zip(hidden.split(size), targets.split(size))]
             return tuple(torch.cat(pieces) for pieces in zip(*chunks))
 
-    def token_logprobs(self, hidden, targets, body):
+    def token_logprobs(self, hidden, targets, output_class):
         """(tokens, width) and (tokens,) -> log-probability and entropy, (tokens,) each, at the sampling temperature."""
         # The model's own forward, with its body swapped out, so that whatever it does after the projection (Gemma 2
         # caps its logits, others scale them) is done here as well.
-        prefix, own_body = self.model.base_model_prefix, self.model.base_model
-        setattr(self.model, prefix, body)
+        body = self.model.base_model
+        body.forward = lambda *_, inputs_embeds, **__: output_class(last_hidden_state=inputs_embeds)
         try:
             logits = self.model(inputs_embeds=hidden[None]).logits[0]  # (tokens, vocabulary)
         finally:
-            setattr(self.model, prefix, own_body)
+            del body.forward
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
         logprobs = logits.log_softmax(-1)
         with torch.no_grad():
@@ -615,15 +592,13 @@ def make_micro_batches(trajectories: list[Trajectory], tokens_per_micro_batch: i
 def collate(trajectories: list[Trajectory], device: torch.device) -> dict[str, torch.Tensor]:
     """Token ids and masks, (rows, time), padded on the right. The masks come from lengths."""
     time = max(trajectory.length for trajectory in trajectories)
-    lengths = torch.tensor([trajectory.length for trajectory in trajectories], device=device)[:, None]
-    prompt_lengths = torch.tensor([len(trajectory.prompt_ids) for trajectory in trajectories], device=device)[:, None]
-    place = torch.arange(time, device=device)[None]  # (1, time) against lengths of (rows, 1)
-    return {
-        "input_ids": torch.tensor([t.prompt_ids + t.completion_ids + [0] * (time - t.length) for t in trajectories],
-                                  device=device),
-        "attention_mask": (place < lengths).long(),
-        "completion_mask": (prompt_lengths <= place) & (place < lengths),
+    lengths = [(len(t.prompt_ids), len(t.completion_ids), time - t.length) for t in trajectories]
+    rows = {
+        "input_ids": [t.prompt_ids + t.completion_ids + [0] * (time - t.length) for t in trajectories],
+        "attention_mask": [[1] * (prompt + completion) + [0] * padding for prompt, completion, padding in lengths],
+        "completion_mask": [[False] * prompt + [True] * completion + [False] * padding for prompt, completion, padding in lengths],
     }
+    return {name: torch.tensor(values, device=device) for name, values in rows.items()}
 
 
 def policy_loss(logprobs: torch.Tensor, advantages: torch.Tensor, B: int, L: int) -> torch.Tensor:
@@ -634,7 +609,7 @@ def policy_loss(logprobs: torch.Tensor, advantages: torch.Tensor, B: int, L: int
 
 
 def update_policy(policy: DistributedDataParallel, optimizer, trajectories: list[Trajectory], learning_rate: float,
-                  config: Config, device: torch.device) -> dict[str, float | None]:
+                  config: Config, device: torch.device, progress) -> dict[str, float | None]:
     """One optimizer step on this batch. Returns its own metrics, over all ranks."""
     # Where the advantage is 0 so is the gradient: such rows are not run at all. A rank left with none runs one of them
     # all the same, because every rank owes the others exactly one synchronised backward pass.
@@ -645,7 +620,7 @@ def update_policy(policy: DistributedDataParallel, optimizer, trajectories: list
     micro_batches = make_micro_batches(learned or trajectories[:1], config.training.tokens_per_micro_batch)
     # B counts the answers of this rank alone, since DDP takes the mean over ranks: together B is that of the whole batch.
     B = config.training.num_samples_per_step * config.training.k_best_of_n[0]
-    optimizer.zero_grad()
+    optimizer.zero_grad(set_to_none=False)  # the gradients are views of DDP's buckets: None would make it hold them twice
     loss_sum, entropy_sum, num_tokens = 0.0, 0.0, 0
     for i, micro_batch in enumerate(micro_batches):
         last = i == len(micro_batches) - 1
@@ -657,6 +632,7 @@ def update_policy(policy: DistributedDataParallel, optimizer, trajectories: list
                                       dtype=logprobs.dtype).repeat_interleave(lengths)  # (rows,) -> (tokens,)
             loss = policy_loss(logprobs, advantages, B, config.training.max_new_gen_tokens)
             loss.backward()
+        progress(i + 1, len(micro_batches))
         loss_sum += loss.detach()
         if learned:
             entropy_sum += entropies.sum()
@@ -692,7 +668,7 @@ def evaluate(model, tokenizer, task, rows: list[dict], step: int, config: Config
     if RANK != 0:
         return None
     # Row i was answered by rank i % WORLD_SIZE as its (i // WORLD_SIZE)-th; the last ranks may have had one row fewer.
-    groups = [gathered[i % WORLD_SIZE][i // WORLD_SIZE * n:][:n] for i in range(len(rows))]
+    groups = [gathered[i % WORLD_SIZE][i // WORLD_SIZE * n:(i // WORLD_SIZE + 1) * n] for i in range(len(rows))]
     return evaluation_metrics(groups, task), groups
 
 
@@ -707,23 +683,26 @@ def evaluation_metrics(groups: list[list[Trajectory]], task) -> dict[str, float]
         metrics[f"eval/{name}"] = fmean(values)
         metrics[f"eval/{name}_ci95"] = 1.96 * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
     for name in sorted({str(group[0].row["group"]) for group in groups if "group" in group[0].row}):
-        metrics[f"eval/solved/{name}"] = fmean(value for value, group in zip(solved, groups) if str(group[0].row["group"]) == name)
-    for part in task.REWARD_WEIGHTS:
-        metrics[f"eval/{part}"] = fmean(answer.parts[part] for answer in answers)
-    metrics["eval/reward"] = fmean(answer.reward for answer in answers)
-    metrics["eval/completion_length"] = fmean(len(answer.completion_ids) for answer in answers)
-    metrics["eval/truncated"] = fmean(answer.truncated for answer in answers)
+        metrics[f"eval/solved/{name}"] = fmean(value for value, group in zip(solved, groups) if str(group[0].row.get("group")) == name)
+    values = {**{part: [answer.parts[part] for answer in answers] for part in task.REWARD_WEIGHTS},
+              "reward": [answer.reward for answer in answers],
+              "completion_length": [len(answer.completion_ids) for answer in answers],
+              "truncated": [answer.truncated for answer in answers]}
+    metrics |= {f"eval/{name}": fmean(each) for name, each in values.items()}
     return metrics
 
 
 def save_best(model, tokenizer, folder: Path) -> None:
-    """A plain Hugging Face folder, complete or absent."""
-    temporary = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    model.save_pretrained(temporary)
-    tokenizer.save_pretrained(temporary)
-    shutil.rmtree(folder, ignore_errors=True)
-    temporary.rename(folder)
+    """A plain Hugging Face folder; what stood there before stays until the new one is whole."""
+    new, old = folder.with_name("best.new"), folder.with_name("best.old")
+    for leftover in (new, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    model.save_pretrained(new)
+    tokenizer.save_pretrained(new)
+    if folder.exists():
+        folder.rename(old)
+    new.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 # ================================================================ the loop
@@ -758,7 +737,8 @@ def train(config: Config, device: torch.device, log: Logger) -> None:
     task = load_task(config.task.name)
     training_rows, validation_rows = load_questions(task, config)
     model, tokenizer = load_model(config, device)
-    check_lengths(training_rows + validation_rows, model, task, tokenizer, config)
+    with blame("data.prompt_style: the chat template of this tokenizer does not take the messages of this task"):
+        check_lengths(training_rows + validation_rows, model, task, tokenizer, config)
     policy = DistributedDataParallel(Policy(model, config.sampling.temperature, config.model.precision == "mixed"),
                                      device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True)
     sampler = make_sampler(model, config.model.precision)
@@ -774,7 +754,7 @@ def train(config: Config, device: torch.device, log: Logger) -> None:
             stream = random_stream(config.training.seed, step, "train")
             started = time.perf_counter()
             rows = questions(training_rows, step, config)
-            with log.progress("sampling", len(rows) * n) as progress:
+            with log.progress("sampling") as progress:
                 trajectories = sample_trajectories(sampler, tokenizer, task, rows, n, config, progress)
             sampled = time.perf_counter()
             score(trajectories, task)
@@ -782,14 +762,15 @@ def train(config: Config, device: torch.device, log: Logger) -> None:
             for group in groups:
                 compute_advantages(group, config, stream)
             learning_rate = scheduled_learning_rate(step, config)
-            learning = update_policy(policy, optimizer, trajectories, learning_rate, config, device)
+            with log.progress("learning") as progress:
+                learning = update_policy(policy, optimizer, trajectories, learning_rate, config, device, progress)
             refresh_sampler(sampler, model)
             seconds = {"sample": sampled - started, "learn": time.perf_counter() - sampled}
             log.step(step, {**step_metrics(groups, seconds, task, device),
                             "learning_rate": learning_rate, **learning})
 
         if step % config.validation.every == 0 or step == config.training.max_steps:
-            with log.progress("evaluating", len(validation_rows[RANK::WORLD_SIZE]) * config.validation.best_of_n) as progress:
+            with log.progress("evaluating") as progress:
                 evaluation = evaluate(sampler, tokenizer, task, validation_rows, step, config, progress)
             if evaluation is not None:
                 metrics, answers = evaluation
@@ -802,31 +783,28 @@ def train(config: Config, device: torch.device, log: Logger) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    log = None
+    log, code = None, 0
     try:
         config = load_config(arguments)
         device = setup_distributed(config)
         config.run.name = config.run.name or default_run_name(config)
-        log = Logger(config, active=RANK == 0)
+        with blame(f"run.dir={config.run.dir!r} cannot be written to"):
+            log = Logger(config, active=RANK == 0)
         train(config, device, log)
-        return 0
     except UserError as error:
-        return speak(error)
+        # Rank 0 says what is wrong. torchrun ends the others once the first has left, so they wait for rank 0 to be heard;
+        # if it has nothing to say, because only this rank has met the error, they say it themselves.
+        if RANK != 0:
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(2))
+            time.sleep(10)
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        code = 2
     finally:
         if log is not None:
             log.close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def speak(error: UserError) -> int:
-    """Rank 0 says what is wrong. torchrun ends the others once the first has left, so they wait for rank 0 to be heard;
-    if it has nothing to say, because only this rank has met the error, they say it themselves."""
-    if RANK != 0:
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(2))
-        time.sleep(10)
-    print(f"error: {error}", file=sys.stderr, flush=True)
-    return 2
+    if dist.is_initialized():  # not after any other error: nccl would wait here for ranks that will never come
+        dist.destroy_process_group()
+    return code
 
 
 if __name__ == "__main__":

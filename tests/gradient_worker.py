@@ -22,7 +22,7 @@ for dtype in (torch.float32, torch.float64):
         policy = DistributedDataParallel(main.Policy(model, TEMPERATURE, mixed=False), gradient_as_bucket_view=True)
         batch = make_case(idle_share)
         share = batch[main.RANK * len(batch) // main.WORLD_SIZE:(main.RANK + 1) * len(batch) // main.WORLD_SIZE]
-        metrics = main.update_policy(policy, torch.optim.SGD(model.parameters()), share, 0.0, config, device)
+        metrics = main.update_policy(policy, torch.optim.SGD(model.parameters()), share, 0.0, config, device, lambda *_: None)
         cases.append({"idle_share": idle_share, "file": f"{len(cases)}.pt", "metrics": metrics})
         if main.RANK == 0:
             torch.save(gradient(model).clone(), folder / cases[-1]["file"])

@@ -31,7 +31,7 @@ def learn(model, trajectories, device, **overrides):
     config = make_config(training__num_samples_per_step=QUESTIONS, training__k_best_of_n=[GROUP, GROUP],
                          training__max_new_gen_tokens=L, training__max_grad_norm=None, **overrides)
     policy = DistributedDataParallel(main.Policy(model, TEMPERATURE, mixed=False))
-    return main.update_policy(policy, torch.optim.SGD(model.parameters(), lr=0.0), trajectories, 0.0, config, device)
+    return main.update_policy(policy, torch.optim.SGD(model.parameters(), lr=0.0), trajectories, 0.0, config, device, lambda *_: None)
 
 
 def reference(trajectories, architecture="qwen2", dtype=torch.float64):
@@ -118,7 +118,7 @@ def test_a_step_without_signal_changes_nothing(one_rank):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     policy = DistributedDataParallel(main.Policy(model, 1.0, mixed=False))
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.5)  # decay alone would move the weights
-    metrics = main.update_policy(policy, optimizer, trajectories, 0.1, make_config(), one_rank)
+    metrics = main.update_policy(policy, optimizer, trajectories, 0.1, make_config(), one_rank, lambda *_: None)
     assert metrics == {"loss": 0.0, "entropy": None, "grad_norm": None, "updated": 0}
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not optimizer.state
@@ -141,7 +141,7 @@ def test_mixed_precision_keeps_float32_masters_and_samples_from_a_bfloat16_copy(
     config = make_config(training__num_samples_per_step=QUESTIONS, training__k_best_of_n=[GROUP, GROUP],
                          training__max_new_gen_tokens=L, training__max_grad_norm=None)
     policy = DistributedDataParallel(main.Policy(mixed, TEMPERATURE, mixed=True))
-    main.update_policy(policy, torch.optim.SGD(mixed.parameters()), trajectories, 0.0, config, one_rank)
+    main.update_policy(policy, torch.optim.SGD(mixed.parameters()), trajectories, 0.0, config, one_rank, lambda *_: None)
     assert gradient(mixed).dtype == torch.float32
     assert 1e-6 < relative_error(gradient(mixed).double(), expected) < 0.05  # it did run in bfloat16, and is near
 

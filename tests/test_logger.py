@@ -34,6 +34,13 @@ def test_mlflow_gets_settings_metrics_by_step_completions_and_files(tmp_path, mo
         assert "completion" in json.load(file)["columns"]
 
 
+def test_an_mlflow_server_that_is_not_there_costs_one_warning_and_no_training(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # nobody listens on the discard port
+    assert main.main([*SHORT, f"run.dir={tmp_path}", "run.name=a", "logging.mlflow=true"]) == 0
+    assert capsys.readouterr().out.count("warning: MLflow failed") == 1
+    assert len((tmp_path / "a" / "metrics.jsonl").read_text().splitlines()) == 5
+
+
 def make_logger(tmp_path, is_terminal, active=True):
     log = logger.Logger(make_config(run__dir=str(tmp_path), run__name="a"), active)
     log.is_terminal = is_terminal
@@ -45,9 +52,9 @@ def test_progress_is_a_bar_on_a_terminal_and_rare_plain_lines_elsewhere(tmp_path
     monkeypatch.setattr(logger.time, "time", lambda: next(clock))
 
     def show(**how):
-        with make_logger(tmp_path, **how).progress("sampling", 100) as progress:
+        with make_logger(tmp_path, **how).progress("sampling") as progress:
             for done in (20, 40, 60, 80, 100):
-                progress(done)
+                progress(done, 100)
         return capsys.readouterr().out
 
     bar = show(is_terminal=True)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import transformers
 import yaml
 from conftest import ARCHITECTURES, ROOT, make_config, read_jsonl, torchrun
@@ -172,3 +173,35 @@ def test_step_metrics_are_means_over_groups_and_answers(one_rank):
     tokens = sum(len(t.completion_ids) for t in trajectories)
     assert metrics["completion_length"] == pytest.approx(tokens / 6)
     assert metrics["tokens_per_second"] == pytest.approx(tokens / 2)
+
+
+def test_a_reward_that_is_the_same_for_every_answer_changes_no_weight(tmp_path, monkeypatch):
+    """And the real reward does change them, so that it is the reward that makes the difference."""
+    load_model, loaded = main.load_model, []
+
+    def remember(*arguments):
+        loaded.append(load_model(*arguments))
+        return loaded[-1]
+
+    monkeypatch.setattr(main, "load_model", remember)
+    before = transformers.AutoModelForCausalLM.from_pretrained(ROOT / "tiny" / "model").state_dict()
+    for task, learns in (("tests/tasks/constant_reward.py", False), ("countdown", True)):
+        arguments = [*SHORT, "training.max_new_gen_tokens=60", f"task.name={task}", f"run.dir={tmp_path}", f"run.name=learns-{learns}"]
+        assert main.main(arguments) == 0
+        steps = training_steps(tmp_path / f"learns-{learns}")
+        assert any(entry["updated"] for entry in steps) == learns
+        assert learns or [entry["reward"] for entry in steps] == pytest.approx([0.1] * 3)
+        assert learns or all(entry["groups_without_signal"] == 1 for entry in steps)
+        after = loaded.pop()[0].state_dict()
+        assert all(torch.equal(value, before[name]) for name, value in after.items()) != learns
+
+
+def test_shuffled_rewards_are_as_frequent_as_the_real_ones_and_tell_nothing():
+    task = main.load_task(str(ROOT / "tests" / "tasks" / "shuffled_reward.py"))
+    row, stream = {"nums": [1, 2], "target": 3}, random.Random(1)
+    answers = [stream.random() < 0.3 for _ in range(4000)]
+    parts = [task.reward_function(f"</think><answer>{'1+2' if right else '2-1'}</answer>", row) for right in answers]
+    paid = [part["shuffled"] for part in parts]
+    assert sum(value > 1 for value in paid) == pytest.approx(sum(answers), abs=100)
+    paid_when_right = [value > 1 for value, right in zip(paid, answers) if right]
+    assert sum(paid_when_right) / len(paid_when_right) == pytest.approx(0.3, abs=0.05)

@@ -1,0 +1,24 @@
+"""Countdown in which every answer earns what some other answer has earned: rewards as spread as the real ones, and as
+frequent, but telling nothing. A trainer that improves on this is fooling itself."""
+
+import random
+
+import countdown
+from countdown import REPLY_START, SOLVED, SYSTEM_MESSAGE, load
+
+__all__ = ["REPLY_START", "REWARD_WEIGHTS", "SOLVED", "SYSTEM_MESSAGE", "load", "reward_function"]
+REWARD_WEIGHTS = {"shuffled": 1.0, "format": 0.0, "answer": 0.0}  # the honest parts are measured, but pay nothing
+POOL_SIZE = 256
+pool: list[float] = []
+stream = random.Random(0)
+
+
+def reward_function(completion: str, row: dict) -> dict[str, float]:
+    parts = countdown.reward_function(completion, row)
+    earned = sum(weight * parts[part] for part, weight in countdown.REWARD_WEIGHTS.items())
+    if len(pool) < POOL_SIZE:
+        pool.append(earned)
+        stream.shuffle(pool)
+    place = stream.randrange(len(pool))
+    pool[place], paid = earned, pool[place]  # takes what lay there, and leaves its own for another
+    return {"shuffled": paid, **parts}
