@@ -178,7 +178,7 @@ class Logger:
         if self.mlflow:
             try:
                 getattr(self.mlflow, function)(*arguments, **named)
-            except Exception as error:  # whatever a server, a database or a network can do
+            except (self.mlflow.exceptions.MlflowException, OSError) as error:
                 self.mlflow = None
                 print(f"warning: MLflow failed ({type(error).__name__}: {' '.join(str(error).split())[:200]}); "
                       f"this run goes on without it, its files are in {self.folder}")

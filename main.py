@@ -286,9 +286,14 @@ def sum_over_ranks(values: list[float], device: torch.device) -> list[float]:
 
 # ================================================================ task, data, model
 
+def beside_main(path: str) -> str:
+    """Relative paths, like those of config.yaml, hold from the working directory or else from where this file lies."""
+    return str(HERE / path) if not Path(path).exists() and (HERE / path).exists() else path
+
+
 def load_task(name: str):
     """`countdown`, or a Python file with the same names: see the head of countdown.py."""
-    path = HERE / "countdown.py" if name == "countdown" else Path(name)
+    path = HERE / "countdown.py" if name == "countdown" else Path(beside_main(name))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or not path.is_file():
         raise UserError(f"task.name={name!r}: write countdown, or the path of a Python file")
@@ -306,7 +311,7 @@ def load_task(name: str):
 def load_questions(task, config: Config) -> tuple[list[dict], list[dict]]:
     """Training and validation rows, the same on every rank. Equal problems never stand on both sides."""
     try:
-        rows = task.load(config.data.dataset, config.data.max_rows)
+        rows = task.load(beside_main(config.data.dataset), config.data.max_rows)
     except ValueError as error:
         raise UserError(str(error)) from error
     by_problem: dict[object, list[dict]] = {}
@@ -341,7 +346,7 @@ def questions(rows: list[dict], step: int, config: Config) -> list[dict]:
 
 
 def load_model(config: Config, device: torch.device):
-    name = config.model.name
+    name = beside_main(config.model.name)
     dtype = torch.bfloat16 if config.model.precision == "bfloat16" else torch.float32
     with blame(f"model.name={name!r} cannot be loaded; give a folder with a model and its tokenizer, or a hub id within reach"):
         tokenizer = AutoTokenizer.from_pretrained(name)

@@ -23,7 +23,8 @@ SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "
          "pad_token_id": 0}
 ARCHITECTURES = {
     "gpt2": lambda **more: transformers.GPT2Config(**{"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4,
-                                                      "n_positions": 256, "eos_token_id": 0, "bos_token_id": 1, **more}),
+                                                      "n_positions": 256, "eos_token_id": 0, "bos_token_id": 1, "resid_pdrop": 0,
+                                                      "embd_pdrop": 0, "attn_pdrop": 0, **more}),
     "llama": lambda **more: transformers.LlamaConfig(**{**SIZES, **more}),
     "qwen2": lambda **more: transformers.Qwen2Config(**{**SIZES, **more}),
     # caps low enough to matter, and a window shorter than the sequences
@@ -110,9 +111,10 @@ def model_folder(tmp_path_factory):
     """A function that saves a random model of an architecture, with the tokenizer of tiny/, and returns its folder."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "tiny" / "model")
 
-    def save(architecture: str) -> Path:
+    def save(architecture: str, **more) -> Path:
         folder = tmp_path_factory.mktemp(architecture)
-        make_model(architecture, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id).save_pretrained(folder)
+        model = make_model(architecture, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **more)
+        model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         return folder
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from conftest import gradient, make_config, make_model
-from test_learning import GROUP, QUESTIONS, TEMPERATURE, L, make_case
+from test_learning import ARCHITECTURE, GROUP, QUESTIONS, TEMPERATURE, L, make_case
 from torch.nn.parallel import DistributedDataParallel
 
 import main
@@ -18,7 +18,7 @@ device = main.setup_distributed(config)
 cases = []
 for dtype in (torch.float32, torch.float64):
     for idle_share in (False, True):
-        model = make_model(dtype=dtype)
+        model = make_model(ARCHITECTURE[dtype], dtype)
         policy = DistributedDataParallel(main.Policy(model, TEMPERATURE, mixed=False), gradient_as_bucket_view=True)
         batch = make_case(idle_share)
         share = batch[main.RANK * len(batch) // main.WORLD_SIZE:(main.RANK + 1) * len(batch) // main.WORLD_SIZE]

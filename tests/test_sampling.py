@@ -103,7 +103,7 @@ def test_sampling_stops_at_any_of_the_models_stop_tokens_and_keeps_the_one_sampl
 
 def test_the_stop_token_is_trained_on_and_padding_is_not_where_both_are_one_id(one_rank):
     """Pad, end of sequence and end of text are all 0 here, and `collate` pads with 0 too."""
-    model = make_model(dtype=torch.float64)
+    model = make_model("gpt2", torch.float64)
     trajectories = sample(model, PROMPTS, 8, eos=0, pad=None, training__max_new_gen_tokens=30)
     assert any(not t.truncated for t in trajectories) and len({t.length for t in trajectories}) > 3
     for i, trajectory in enumerate(trajectories):
@@ -116,12 +116,12 @@ def test_the_stop_token_is_trained_on_and_padding_is_not_where_both_are_one_id(o
     config = make_config(training__num_samples_per_step=3, training__max_new_gen_tokens=30, training__max_grad_norm=None)
     policy = DistributedDataParallel(main.Policy(model, 1.0, mixed=False))
     main.update_policy(policy, torch.optim.SGD(model.parameters(), lr=0.0), trajectories, 0.0, config, one_rank, lambda *_: None)
-    reference = make_model(dtype=torch.float64)
+    reference = make_model("gpt2", torch.float64)
     plain_loss(reference, trajectories, 3 * 8, 30, 1.0).backward()
     assert relative_error(gradient(model), gradient(reference)) < 1e-11
     for trajectory in trajectories:  # the same without the stop tokens is another gradient: they do count
         trajectory.completion_ids = [token for token in trajectory.completion_ids if token != 0] or [1]
-    reference = make_model(dtype=torch.float64)
+    reference = make_model("gpt2", torch.float64)
     plain_loss(reference, trajectories, 3 * 8, 30, 1.0).backward()
     assert relative_error(gradient(model), gradient(reference)) > 1e-3
 
