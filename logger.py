@@ -7,18 +7,28 @@
     runs/<name>/summary.json     how it began, how it ended, what was best; also the last line on stdout
 """
 
+import contextlib
 import dataclasses
+import fcntl
+import hashlib
+import itertools
 import json
 import os
+import queue
+import re
+import shutil
+import socket
 import sys
+import threading
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import transformers
 import yaml
 
 SECONDS_BETWEEN_PROGRESS_LINES = 30  # where stdout is not a terminal
+SECONDS_TO_END_MLFLOW = 5  # for what it has not been told yet
+KEPT = ("metrics.jsonl", "samples.jsonl")  # files that grow, and are cut back when a run goes on from a checkpoint
 
 
 class Logger:
@@ -28,33 +38,67 @@ class Logger:
         self.config, self.active = config, active
         self.folder = Path(config.run.dir) / config.run.name
         self.history: list[dict] = []  # what metrics.jsonl holds
-        self.mlflow = None
         self.started = time.time()
+        self.mlflow_run_id: str | None = None
+        self.mlflow_calls: queue.Queue | None = None  # for the thread that talks to MLflow; None without it
         self.is_terminal = sys.stdout.isatty()
         if not (active and self.is_terminal):
             transformers.utils.logging.disable_progress_bar()
         if active:
             sys.stdout.reconfigure(line_buffering=True)
-            self.folder.mkdir(parents=True, exist_ok=True)
 
-    def start(self, model, num_training: int, num_validation: int, num_ranks: int) -> None:
+    def start(self, model, num_training: int, num_validation: int, num_ranks: int, checkpoint: tuple[Path, int, dict] | None) -> None:
+        """`checkpoint`: the one that the run goes on from; its contents hold a `bookmark` of ours under "log"."""
         if not self.active:
             return
         settings = dataclasses.asdict(self.config)
         (self.folder / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
-        for name in ("metrics.jsonl", "samples.jsonl"):
-            (self.folder / name).write_text("", encoding="utf-8")
+        (self.folder / "summary.json").unlink(missing_ok=True)
+        bookmark = {"seconds": 0, "mlflow_run_id": None, "bytes": dict.fromkeys(KEPT, 0)}
+        if checkpoint:
+            path, _, saved = checkpoint
+            bookmark = saved["log"]
+            print(f"going on from {path}")
+            for name in KEPT:
+                if not (self.folder / name).exists() and (path.parent.parent / name).exists():  # it branches off from another run
+                    shutil.copyfile(path.parent.parent / name, self.folder / name)
+            if saved["step"] >= self.config.training.max_steps and saved["evaluated"]:
+                print("this run has finished before: raise training.max_steps to go on with it, or set run.resume=never to run it anew")
+        self.started -= bookmark["seconds"]
+        for name in KEPT:
+            self._cut_back(name, bookmark["bytes"][name])
+        with open(self.folder / "metrics.jsonl", encoding="utf-8") as file:
+            self.history = [json.loads(line) for line in file]
         for section, keys in settings.items():
             print(f"{section}: " + ", ".join(f"{key}={value}" for key, value in keys.items()))
         parameters = sum(parameter.numel() for parameter in model.parameters())
         print(f"{parameters / 1e6:,.1f} M parameters on {num_ranks} x {model.device.type}; {num_training:,} questions to train "
               f"on, {num_validation:,} held out; files in {self.folder}")
         if self.config.logging.mlflow:
-            self._start_mlflow({f"{section}.{key}": value for section, keys in settings.items() for key, value in keys.items()})
+            parameters = {f"{section}.{key}": value for section, keys in settings.items() for key, value in keys.items()}
+            self._start_mlflow(parameters, bookmark["mlflow_run_id"])
+
+    def say(self, text: str) -> None:
+        if self.active:
+            print(text)
+
+    def bookmark(self) -> dict:
+        """Where our files stand, safely on disk, for `start` to cut them back to."""
+        for name in KEPT:
+            with open(self.folder / name, "rb") as file:
+                os.fsync(file.fileno())
+        return {"seconds": time.time() - self.started, "mlflow_run_id": self.mlflow_run_id,
+                "bytes": {name: (self.folder / name).stat().st_size for name in KEPT}}
+
+    def _cut_back(self, name: str, size: int) -> None:
+        with open(self.folder / name, "ab") as file:
+            if file.tell() < size:
+                print(f"warning: {self.folder / name} is shorter than it was at the checkpoint; what it has lost is not made up for")
+            file.truncate(min(size, file.tell()))
 
     # ------------------------------------------------------------ while it runs
 
-    @contextmanager
+    @contextlib.contextmanager
     def progress(self, label: str):
         """Yields a function to call with how much is done of how much: a bar on a terminal, now and then a line elsewhere."""
         started = last_shown = time.time()
@@ -82,8 +126,8 @@ class Logger:
             return
         self._keep(step, metrics)
         seconds = metrics["seconds/sample"] + metrics["seconds/learn"]
-        learned = (f"entropy {metrics['entropy']:5.3f}  grad {metrics['grad_norm']:6.3f}" if metrics["updated"]
-                   else "nothing to learn from")
+        learned = (f"entropy {metrics['entropy']:5.3f}  grad {metrics['grad_norm']:6.3f}" if metrics["updated"] else
+                   "skipped: the gradient is not finite" if metrics["non_finite"] else "nothing to learn from")
         print(f"step {step:>5}  reward {metrics['reward']:6.3f}  solved {metrics['solved']:5.3f}  "
               f"no signal {metrics['groups_without_signal']:4.2f}  length {metrics['completion_length']:6.1f}  "
               f"truncated {metrics['truncated']:4.2f}  {learned}  {seconds:5.2f} s  {metrics['tokens_per_second']:7,.0f} tok/s")
@@ -132,12 +176,19 @@ class Logger:
               f"{first['eval/best_of_n']:.3f} -> {last['eval/best_of_n']:.3f}; the best model is in {self.folder / 'best'}")
         for name in ("config.yaml", "metrics.jsonl", "samples.jsonl", "curves.png", "summary.json"):
             self._mlflow("log_artifact", str(self.folder / name))
-        self._mlflow("end_run")
-        self.mlflow = None
+        self._end_mlflow("FINISHED")
         print(json.dumps(summary))
 
+    def stopped(self, reason: str) -> None:
+        """The last words of a run that a signal ends."""
+        if self.active:
+            again = "the same command" if self.config.run.resume == "auto" else f"run.name={self.config.run.name} run.resume=auto"
+            saved = [f"saved up to {path}; {again} goes on from there" for path in _checkpoints(self.folder)]
+            print(f"\nstopped by {reason}; {[*saved, 'nothing is saved yet'][0]}", flush=True)
+            self._end_mlflow("KILLED")
+
     def close(self) -> None:
-        self._mlflow("end_run", "FAILED")  # unless finish() has ended it already
+        self._end_mlflow("FAILED")  # unless it has ended already
 
     # ------------------------------------------------------------ curves and MLflow
 
@@ -161,28 +212,155 @@ class Logger:
         figure.savefig(self.folder / "curves.png", dpi=110)
         pyplot.close(figure)
 
-    def _start_mlflow(self, parameters: dict) -> None:
-        # Its client retries a dead server for minutes by default, in which nothing would be trained.
+    def _start_mlflow(self, parameters: dict, run_id: str | None) -> None:
+        # Its client retries a dead server for minutes by default.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        self.mlflow_calls = queue.Queue()
+        self.mlflow_thread = threading.Thread(target=self._talk_to_mlflow, args=(parameters, run_id), daemon=True)
+        self.mlflow_thread.start()
+
+    def _talk_to_mlflow(self, parameters: dict, run_id: str | None) -> None:
+        """In a thread of its own, so that no server, slow or gone, can hold up training. What it does not take, the files of the
+        run still hold."""
         import mlflow
 
-        self.mlflow = mlflow
-        if not {"MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"} & os.environ.keys():
-            self._mlflow("set_experiment", "onefile-grpo")
-        self._mlflow("start_run", run_name=self.config.run.name)
-        self._mlflow("log_params", parameters)
+        try:
+            if not {"MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"} & os.environ.keys():
+                mlflow.set_experiment("onefile-grpo")
+            run = mlflow.start_run(run_id=run_id, run_name=self.config.run.name)
+            self.mlflow_run_id = run.info.run_id
+            mlflow.log_params({key: value for key, value in parameters.items() if key not in run.data.params})  # they cannot be changed
+            while mlflow.active_run():
+                function, arguments, named = self.mlflow_calls.get()
+                getattr(mlflow, function)(*arguments, **named)
+        except (mlflow.exceptions.MlflowException, OSError) as error:
+            message = re.sub(r"//[^/@\s]*@", "//", " ".join(str(error).split()))  # its address may hold a password
+            print(f"warning: MLflow failed ({type(error).__name__}: {message[:200]}); this run goes on without it, its files are in "
+                  f"{self.folder}")
+            self.mlflow_calls = None
 
     def _mlflow(self, function: str, *arguments, **named) -> None:
-        """Tracking must never stop training: what it cannot take, the files of the run still hold."""
-        if self.mlflow:
-            try:
-                getattr(self.mlflow, function)(*arguments, **named)
-            except (self.mlflow.exceptions.MlflowException, OSError) as error:
-                self.mlflow = None
-                print(f"warning: MLflow failed ({type(error).__name__}: {' '.join(str(error).split())[:200]}); "
-                      f"this run goes on without it, its files are in {self.folder}")
+        if self.mlflow_calls is not None:
+            self.mlflow_calls.put((function, arguments, named))
 
+    def _end_mlflow(self, status: str) -> None:
+        if self.mlflow_calls is not None:
+            self._mlflow("end_run", status)
+            self.mlflow_thread.join(SECONDS_TO_END_MLFLOW)
+            self.mlflow_calls = None
+
+
+# ---------------------------------------------------------------- the folder of a run
+# What is in it is complete or absent, whenever the machine may stop: written beside, synced to disk, then renamed into place.
+
+def lock_folder(folder: Path):
+    """Makes the folder, and takes it for as long as the returned file is open or the process lives, however that ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = open(folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115, it is the caller's to close
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        raise BlockingIOError(lock.read()) from None
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+    lock.flush()
+    return lock
+
+
+def add_checkpoint(folder: Path, step: int, write, keep: int) -> None:
+    """`write(folder)` puts its files into checkpoints/step-NNNNNN; then all but the newest `keep` checkpoints go."""
+    path = folder / "checkpoints" / f"step-{step:06d}"
+    if path.exists():  # a stop signal has had this step saved already, before its evaluation
+        return
+    for unfinished in path.parent.glob("*.unfinished"):
+        shutil.rmtree(unfinished)
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.mkdir(parents=True)
+    try:
+        write(unfinished)
+        (unfinished / "SHA256SUMS").write_text(_checksums(unfinished), encoding="utf-8")
+        _sync_to_disk(unfinished)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)  # a full disk has better use for the space
+        raise
+    unfinished.rename(path)
+    _sync_to_disk(path.parent)
+    for old in _checkpoints(folder)[keep:]:
+        shutil.rmtree(old)
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The newest complete one. Damaged ones are set aside, under a name that says so."""
+    for path in _checkpoints(folder):
+        if is_complete(path):
+            return path
+        print(f"warning: {path} is damaged and is set aside", file=sys.stderr, flush=True)
+        with contextlib.suppress(FileNotFoundError):  # another machine that shares the folder was quicker
+            path.rename(path.with_name(f"damaged-{path.name}"))
+    return None
+
+
+def is_complete(checkpoint: Path) -> bool:
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return (checkpoint / "SHA256SUMS").read_text(encoding="utf-8") == _checksums(checkpoint)
+    return False
+
+
+def switch_best(folder: Path, step: int, write) -> None:
+    """`write(folder)` puts its files into best-NNNNNN; then the link `best` points there, and what it pointed to goes."""
+    version = free_version(folder / f"best-{step:06d}")
+    version.mkdir()
+    write(version)
+    _sync_to_disk(version)
+    link = folder / "best.unfinished"
+    link.unlink(missing_ok=True)
+    link.symlink_to(version.name)
+    link.replace(folder / "best")
+    for old in folder.glob("best-*"):
+        if old != version:
+            shutil.rmtree(old)
+
+
+def free_version(path: Path) -> Path:
+    """`path`, or path-2, path-3 ..., whichever is the first that does not exist."""
+    return next(version for version in _versions(path) if not version.exists())
+
+
+def newest_version(path: Path) -> Path:
+    """The last that does exist, or `path`."""
+    return [path, *itertools.takewhile(Path.exists, _versions(path))][-1]
+
+
+def _versions(path: Path):
+    return itertools.chain([path], (path.with_name(f"{path.name}-{i}") for i in itertools.count(2)))
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """The newest first."""
+    found = (path for path in (folder / "checkpoints").glob("step-*") if path.name[5:].isdigit())
+    return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
+
+
+def _checksums(folder: Path) -> str:
+    """As `sha256sum -c SHA256SUMS` reads them."""
+    lines = []
+    for path in sorted(folder.iterdir()):
+        if path.name != "SHA256SUMS":
+            with open(path, "rb") as file:
+                lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}\n")
+    return "".join(lines)
+
+
+def _sync_to_disk(folder: Path) -> None:
+    for path in [*folder.iterdir(), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+# ---------------------------------------------------------------- text
 
 def _shorten(text: str, limit: int = 600) -> str:
     return text if len(text) <= limit else f"{text[:limit // 2]} ... {text[-limit // 2:]}"

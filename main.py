@@ -31,18 +31,20 @@ import math
 import os
 import random
 import resource
-import shutil
 import signal
 import sys
+import threading
 import time
+import traceback
 import typing
+import uuid
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 from statistics import fmean, pstdev, stdev
-from types import UnionType
+from types import ModuleType, UnionType
 from typing import Annotated, Literal
 
 from dotenv import load_dotenv
@@ -54,12 +56,30 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks fork no worker
 import torch
 import torch.distributed as dist
 import yaml
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
-from logger import Logger
+from logger import (
+    Logger,
+    add_checkpoint,
+    free_version,
+    is_complete,
+    lock_folder,
+    newest_checkpoint,
+    newest_version,
+    switch_best,
+)
 
 HERE = Path(__file__).resolve().parent
 # torchrun sets these; without it the process is the only rank. LOCAL_RANK picks the device, RANK picks the data.
@@ -73,13 +93,13 @@ class UserError(Exception):
 
 
 @contextmanager
-def blame(what: str):
-    """Whatever goes wrong inside is about something the user has named: `what` says which."""
+def blame(what: str, kinds: tuple[type[Exception], ...] = (Exception,)):
+    """Whatever goes wrong inside (of these `kinds`) is about something the user has named: `what` says which."""
     try:
         yield
     except UserError:
         raise
-    except Exception as error:  # libraries raise a dozen unrelated types, some of whose messages are many lines long
+    except kinds as error:  # libraries raise a dozen unrelated types, some of whose messages are many lines long
         raise UserError(f"{what} ({type(error).__name__}: {' '.join(str(error).split())[:300]})") from error
 
 
@@ -126,6 +146,7 @@ class TrainingConfig:
     weight_decay: Decay
     max_grad_norm: Positive | None
     tokens_per_micro_batch: Count
+    max_bad_steps: Count
     seed: Natural
 
 @dataclass
@@ -141,9 +162,16 @@ class ValidationConfig:
     best_of_n: Count
 
 @dataclass
+class CheckpointConfig:
+    every: Count
+    keep: Count
+
+@dataclass
 class RunConfig:
     dir: Text
     name: Text | None
+    resume: Text
+    resume_anyway: Flag
 
 @dataclass
 class LoggingConfig:
@@ -157,13 +185,14 @@ class Config:
     training: TrainingConfig
     sampling: SamplingConfig
     validation: ValidationConfig
+    checkpoint: CheckpointConfig
     run: RunConfig
     logging: LoggingConfig
 
 # What may differ between two starts of one experiment. A run's default name is made of all the other keys.
-NOT_THE_EXPERIMENT = {"training.max_steps", "training.tokens_per_micro_batch", "model.gradient_checkpointing",
-                      "sampling.max_rows", "validation.every", "validation.best_of_n", "run.dir", "run.name",
-                      "logging.mlflow"}
+NOT_THE_EXPERIMENT = {"training.max_steps", "training.max_bad_steps", "training.tokens_per_micro_batch", "sampling.max_rows",
+                      "model.gradient_checkpointing", "validation.every", "checkpoint.every", "checkpoint.keep",
+                      "run.dir", "run.name", "run.resume", "run.resume_anyway", "logging.mlflow"}
 
 
 def load_config(arguments: list[str]) -> Config:
@@ -252,7 +281,7 @@ def default_run_name(config: Config) -> str:
 
 # ================================================================ ranks and randomness
 
-def setup_distributed(config: Config) -> torch.device:
+def setup_distributed() -> tuple[torch.device, dist.Store]:
     """One code path for 1 or many ranks, on CPU (gloo) and CUDA (nccl; gloo carries what lives on the CPU)."""
     device = torch.device("cuda", LOCAL_RANK) if torch.cuda.is_available() else torch.device("cpu")
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -263,12 +292,32 @@ def setup_distributed(config: Config) -> torch.device:
     elif os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun sets 1 where nothing is set
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         torch.set_num_threads(max(1, cores // local_ranks))
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     # A rank waits for the slowest: long enough for an evaluation or a save on one of them, which take minutes at most.
-    dist.init_process_group(backend, timeout=timedelta(hours=2), **alone)
-    config.model.precision = config.model.precision or ("mixed" if device.type == "cuda" else "float32")
-    return device
+    timeout = timedelta(hours=2)
+    with blame("the ranks cannot reach each other; on several machines see --rdzv-endpoint of torchrun, and GLOO_SOCKET_IFNAME"):
+        store = fresh_store(timeout) if "RANK" in os.environ else dist.HashStore()
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timeout, store=store, rank=RANK,
+                                world_size=WORLD_SIZE)
+    return device, store
+
+
+def fresh_store(timeout: timedelta) -> dist.Store:
+    """torchrun's store outlives its workers: after a restart the addresses of the dead are still in it. So the living agree on a
+    prefix of their own: rank 0 tells it to whoever has said hello under a name never used before, until each has confirmed it."""
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    name = uuid.uuid4().hex
+    prefix, unconfirmed = name, list(range(1, WORLD_SIZE))
+    if RANK != 0:
+        store.set(f"hello from {RANK}", name)
+        prefix = store.get(f"prefix for {name}").decode()  # waits for it
+        store.set(f"{prefix} is known to {RANK}", "")
+    while RANK == 0 and unconfirmed:
+        for rank in unconfirmed:
+            if store.check([f"hello from {rank}"]):
+                store.set(f"prefix for {store.get(f'hello from {rank}').decode()}", prefix)
+        time.sleep(0.02)
+        unconfirmed = [rank for rank in unconfirmed if not store.check([f"{prefix} is known to {rank}"])]
+    return dist.PrefixStore(prefix, store)
 
 
 def random_stream(seed: int, step: int, purpose: str) -> random.Random:
@@ -276,6 +325,20 @@ def random_stream(seed: int, step: int, purpose: str) -> random.Random:
     stream = random.Random(f"{seed} {step} {RANK} {purpose}")
     torch.manual_seed(stream.getrandbits(63))  # on every device
     return stream
+
+
+@contextmanager
+def together():
+    """A user error on one rank becomes the same error on all of them: none is left waiting for it in a later collective."""
+    error = None
+    try:
+        yield
+    except UserError as own_error:
+        error = str(own_error)
+    errors = [None] * WORLD_SIZE
+    dist.all_gather_object(errors, error)
+    if any(errors):
+        raise UserError(next(filter(None, errors)))
 
 
 def sum_over_ranks(values: list[float], device: torch.device) -> list[float]:
@@ -613,19 +676,19 @@ def policy_loss(logprobs: torch.Tensor, advantages: torch.Tensor, B: int, L: int
     return -(advantages * logprobs).sum() / (B * L)
 
 
-def update_policy(policy: DistributedDataParallel, optimizer, trajectories: list[Trajectory], learning_rate: float,
-                  config: Config, device: torch.device, progress) -> dict[str, float | None]:
-    """One optimizer step on this batch. Returns its own metrics, over all ranks."""
+def policy_gradient(policy: DistributedDataParallel, trajectories: list[Trajectory], config: Config, device: torch.device,
+                    progress) -> dict[str, float | None]:
+    """Leaves the gradient of the whole batch in the parameters of every rank, clipped. Returns what it was like, over all ranks."""
     # Where the advantage is 0 so is the gradient: such rows are not run at all. A rank left with none runs one of them
     # all the same, because every rank owes the others exactly one synchronised backward pass.
     learned = [trajectory for trajectory in trajectories if trajectory.advantage != 0]
     num_learned, = sum_over_ranks([len(learned)], device)
     if num_learned == 0:
-        return {"loss": 0.0, "entropy": None, "grad_norm": None, "updated": 0}
+        return {"loss": 0.0, "entropy": None, "grad_norm": None, "updated": 0, "non_finite": 0}
     micro_batches = make_micro_batches(learned or trajectories[:1], config.training.tokens_per_micro_batch)
-    # B counts the answers of this rank alone, since DDP takes the mean over ranks: together B is that of the whole batch.
+    # B counts the answers that this rank may learn from, since DDP takes the mean over ranks: together it is that of the whole batch.
     B = config.training.num_samples_per_step * config.training.k_best_of_n[0]
-    optimizer.zero_grad(set_to_none=False)  # the gradients are views of DDP's buckets: None would make it hold them twice
+    policy.zero_grad(set_to_none=False)  # the gradients are views of DDP's buckets: None would make it hold them twice
     loss_sum, entropy_sum, num_tokens = 0.0, 0.0, 0
     for i, micro_batch in enumerate(micro_batches):
         last = i == len(micro_batches) - 1
@@ -642,12 +705,12 @@ def update_policy(policy: DistributedDataParallel, optimizer, trajectories: list
         if learned:
             entropy_sum += entropies.sum()
             num_tokens += len(entropies)
-    grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), config.training.max_grad_norm or math.inf)
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
-    optimizer.step()
+    grad_norm = float(nn.utils.clip_grad_norm_(policy.parameters(), config.training.max_grad_norm or math.inf))
     loss_sum, entropy_sum, num_tokens = sum_over_ranks([float(loss_sum), float(entropy_sum), num_tokens], device)
-    return {"loss": loss_sum / WORLD_SIZE, "entropy": entropy_sum / num_tokens, "grad_norm": float(grad_norm), "updated": 1}
+    # Both are the same on every rank, so all of them take the step or none does.
+    if not math.isfinite(grad_norm) or not math.isfinite(loss_sum):
+        return {"loss": None, "entropy": None, "grad_norm": None, "updated": 0, "non_finite": 1}
+    return {"loss": loss_sum / WORLD_SIZE, "entropy": entropy_sum / num_tokens, "grad_norm": grad_norm, "updated": 1, "non_finite": 0}
 
 
 def scheduled_learning_rate(step: int, config: Config) -> float:
@@ -697,17 +760,238 @@ def evaluation_metrics(groups: list[list[Trajectory]], task) -> dict[str, float]
     return metrics
 
 
-def save_best(model, tokenizer, folder: Path) -> None:
-    """A plain Hugging Face folder; what stood there before stays until the new one is whole."""
-    new, old = folder.with_name("best.new"), folder.with_name("best.old")
-    for leftover in (new, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    model.save_pretrained(new)
-    tokenizer.save_pretrained(new)
-    if folder.exists():
-        folder.rename(old)
-    new.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+# ================================================================ a run and its checkpoints
+
+@dataclass
+class State:
+    """Where a run stands. With the weights, AdamW's moments and the settings it is all that resuming needs: see random_stream."""
+
+    step: int = 0                             # training steps done
+    evaluated: bool = False                   # whether the evaluation due after that step is done too
+    best: tuple[float, float] = (-1.0, -1.0)  # best-of-n accuracy, then mean accuracy, of what is in best/
+    bad_steps: int = 0                        # steps in a row that were skipped because the gradient was not finite
+
+
+@dataclass
+class Run:
+    """What a run consists of. `lock` is held wherever the state changes: while it is free, the weights, the moments, the state and
+    the logger's files all stand at the end of the same step, and can be saved."""
+
+    config: Config
+    device: torch.device
+    log: Logger
+    task: ModuleType
+    training_rows: list[dict]
+    validation_rows: list[dict]
+    tokenizer: PreTrainedTokenizerBase
+    model: PreTrainedModel
+    sampler: PreTrainedModel
+    policy: DistributedDataParallel
+    optimizer: torch.optim.Optimizer
+    state: State = field(default_factory=State)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @contextmanager
+    def settling(self):
+        """Around every change of the state and of what is on disk."""
+        with self.lock, blame(f"{self.log.folder} cannot be written to; what was saved before is intact", (OSError, SafetensorError)):
+            yield
+
+
+def prepare(config: Config, device: torch.device, log: Logger) -> Run:
+    with together():
+        task = load_task(config.task.name)
+    for first in (True, False):  # one rank a machine prepares the data, then the others find it prepared
+        with together():
+            if first == (LOCAL_RANK == 0):
+                training_rows, validation_rows = load_questions(task, config)
+    with together():
+        model, tokenizer = load_model(config, device)
+        with blame("data.prompt_style: the chat template of this tokenizer does not take the messages of this task"):
+            check_lengths(training_rows + validation_rows, model, task, tokenizer, config)
+    policy = DistributedDataParallel(Policy(model, config.sampling.temperature, config.model.precision == "mixed"),
+                                     device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, betas=tuple(config.training.adam_betas),
+                                  weight_decay=config.training.weight_decay, fused=True)
+    # One backward pass and one step of nothing, so that a fresh run starts out as a resumed one does: DDP arranges its buckets
+    # anew after its first pass, and from three ranks on sums then differ in the last bit; AdamW's first step makes its moments.
+    policy.train()
+    logprobs, _ = policy(**collate([Trajectory({}, [0], [0], "", False)], device))
+    logprobs.sum().backward()
+    policy.zero_grad(set_to_none=False)
+    optimizer.step()
+    for moments in optimizer.state.values():
+        moments["step"].zero_()
+    return Run(config, device, log, task, training_rows, validation_rows, tokenizer, model,
+               make_sampler(model, config.model.precision), policy, optimizer)
+
+
+def state_tensors(run: Run) -> dict[str, torch.Tensor]:
+    """Weights by name, and AdamW's moments of each: {"w": ..., "w/step": ..., "w/exp_avg": ..., "w/exp_avg_sq": ...}."""
+    tensors = {}
+    for name, parameter in run.model.named_parameters():
+        tensors[name] = parameter.data
+        tensors |= {f"{name}/{moment}": value for moment, value in run.optimizer.state[parameter].items()}
+    return tensors
+
+
+def save_checkpoint(run: Run) -> None:
+    def write(folder: Path) -> None:
+        # On a stream of its own: the usual one may be waiting for another rank when a stop signal asks for this.
+        with torch.cuda.stream(torch.cuda.Stream()) if run.device.type == "cuda" else nullcontext():
+            tensors = {name: tensor.cpu().contiguous() for name, tensor in state_tensors(run).items()}
+        save_file(tensors, folder / "tensors.safetensors")
+        contents = {**asdict(run.state), "num_ranks": WORLD_SIZE, "config": flatten(run.config), "log": run.log.bookmark()}
+        (folder / "state.json").write_text(json.dumps(contents, indent=1), encoding="utf-8")
+
+    add_checkpoint(run.log.folder, run.state.step, write, run.config.checkpoint.keep)
+
+
+def save_best(run: Run) -> None:
+    def write(folder: Path) -> None:
+        run.model.save_pretrained(folder)
+        run.tokenizer.save_pretrained(folder)
+
+    switch_best(run.log.folder, run.state.step, write)
+
+
+def claim_run_folder(config: Config) -> typing.TextIO:
+    """Settles the run's name and takes its folder for this run alone, as long as the returned file is open."""
+    folder = Path(config.run.dir) / (config.run.name or default_run_name(config))
+    if config.run.resume == "never":
+        # After a crash or a preemption the command is repeated as it was: then the run that it began anew is taken up again.
+        restarted = any(os.environ.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+        folder = newest_version(folder) if restarted else free_version(folder)
+    config.run.name = folder.name
+    with blame(f"run.dir={config.run.dir!r} cannot be written to", (OSError,)):
+        try:
+            return lock_folder(folder)
+        except BlockingIOError as error:
+            raise UserError(f"{folder} is in use by {error}: wait for its end, or set run.name to another name") from None
+
+
+def find_checkpoint(config: Config, folder: Path) -> tuple[Path, int, dict] | None:
+    """The newest complete checkpoint on any machine, the rank that can read it, and what its state.json says."""
+    given = Path(config.run.resume) if config.run.resume not in ("auto", "never") else None
+    offer = None
+    if LOCAL_RANK == 0:  # one rank looks for its machine
+        path = newest_checkpoint(folder)
+        if path is None and given:  # where the run itself has one, it has been started like this before
+            path = given if is_complete(given) else newest_checkpoint(given)
+        if path is not None:
+            offer = (path, RANK, json.loads((path / "state.json").read_text(encoding="utf-8")))
+    offers: list = [None] * WORLD_SIZE
+    dist.all_gather_object(offers, offer)
+    if given and not any(offers):
+        raise UserError(f"run.resume={config.run.resume!r} is neither a complete checkpoint nor the folder of a run that has one; "
+                        "write auto, never, or a path like runs/<name>/checkpoints/step-000100")
+    return max(filter(None, offers), key=lambda offer: (offer[2]["step"], -offer[1]), default=None)
+
+
+def adopt_settings(saved: dict, config: Config, log: Logger) -> None:
+    """Takes over what the run once chose from its machine, and refuses settings that would make it another experiment."""
+    config.model.precision = config.model.precision or saved["config"]["model.precision"]
+    then, now = dict(saved["config"]), flatten(config)
+    for settings, num_ranks in ((then, saved["num_ranks"]), (now, WORLD_SIZE)):
+        settings["training.num_samples_per_step"] = f"{settings['training.num_samples_per_step'] * num_ranks} over all ranks"
+    changed = {key: f"{key}: {then[key]} -> {now[key]}" for key in sorted(now.keys() & then.keys())
+               if then[key] != now[key] and not key.startswith("run.")}
+    refused = [change for key, change in changed.items() if key not in NOT_THE_EXPERIMENT]
+    if refused and not config.run.resume_anyway:
+        raise UserError(f"the checkpoint to go on from belongs to another experiment ({'; '.join(refused)}): set run.name to a new "
+                        "name to start this one afresh, or run.resume_anyway=true to go on all the same")
+    for change in changed.values():
+        log.say(f"changed since the checkpoint: {change}")
+    if saved["num_ranks"] != WORLD_SIZE:
+        log.say(f"{WORLD_SIZE} ranks now, {saved['num_ranks']} at the checkpoint: the questions stay the same, the answers that "
+                "are sampled will differ")
+
+
+def load_checkpoint(run: Run, path: Path, reader: int, saved: dict) -> None:
+    """Into every rank from the disk of one, since machines need not share a file system."""
+    run.state = State(**{key: saved[key] for key in asdict(run.state)})
+    if not (run.log.folder / "best").exists():  # this folder is new to the run: the next evaluation is the best in it
+        run.state.best = State.best
+    tensors = state_tensors(run)
+    with safe_open(path / "tensors.safetensors", "pt") if RANK == reader else nullcontext() as file:
+        with together(), blame(f"{path} holds the weights of another model than model.name={run.config.model.name!r}", (SafetensorError,)):
+            if RANK == reader and any(file.get_slice(name).get_shape() != list(tensor.shape) for name, tensor in tensors.items()):
+                raise SafetensorError("other shapes")
+        for name, tensor in tensors.items():
+            if RANK == reader:
+                tensor.copy_(file.get_tensor(name))
+            dist.broadcast(tensor, reader)
+    refresh_sampler(run.sampler, run.model)
+
+
+# ================================================================ stopping
+
+GRACE = 20  # seconds from a stop signal to the end at the latest: torchrun kills after 30
+
+
+@contextmanager
+def stop_signals(run: Run, store: dist.Store):
+    """SIGTERM, SIGINT and SIGHUP save the last completed step and end the process. A thread waits for them, woken through a pipe,
+    because Python's own handlers do not run while the main thread is inside a collective or a kernel."""
+    pipe_out, pipe_in = os.pipe()
+    os.set_blocking(pipe_in, False)
+    heeded = [number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    stopping, broken = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        number = os.read(pipe_out, 1)[0]
+        if number in heeded:
+            stopping.set()
+            try:
+                stop(run, store, signal.Signals(number).name, broken)
+            finally:
+                os._exit(128 + number)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    handlers = {number: signal.signal(number, lambda *_: None) for number in heeded}
+    signal.set_wakeup_fd(pipe_in)
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception:  # as a rule another rank has left: torchrun is about to stop this one as well, and it has no more to say
+        broken.set()
+        stopping.wait(3)
+        raise
+    finally:
+        if stopping.is_set():
+            watcher.join()  # for ever: it ends the process
+        signal.set_wakeup_fd(-1)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        os.write(pipe_in, b"\0")  # lets the watcher go
+        watcher.join()
+        os.close(pipe_in)
+        os.close(pipe_out)
+
+
+def stop(run: Run, store: dist.Store, reason: str, broken: threading.Event) -> None:
+    """Rank 0 saves; the others live until it has, since nccl would end rank 0 if they did not."""
+    def give_up() -> None:
+        run.log.stopped(f"{reason}, and {GRACE} s were not enough to save step {run.state.step}")
+        os._exit(1)
+
+    timer = threading.Timer(GRACE, give_up)
+    timer.daemon = True
+    timer.start()
+    if RANK == 0:
+        try:
+            with run.settling():
+                if run.state.step > 0 and run.state.bad_steps == 0:
+                    save_checkpoint(run)
+        except UserError as error:
+            reason = f"{reason}, and {error}"
+        run.log.stopped(reason)
+        store.set("rank 0 has stopped", "")
+    else:
+        while not broken.is_set() and not store.check(["rank 0 has stopped"]):
+            time.sleep(0.1)
 
 
 # ================================================================ the loop
@@ -738,64 +1022,92 @@ def step_metrics(groups: list[list[Trajectory]], seconds: dict[str, float], task
     return metrics
 
 
-def train(config: Config, device: torch.device, log: Logger) -> None:
-    task = load_task(config.task.name)
-    training_rows, validation_rows = load_questions(task, config)
-    model, tokenizer = load_model(config, device)
-    with blame("data.prompt_style: the chat template of this tokenizer does not take the messages of this task"):
-        check_lengths(training_rows + validation_rows, model, task, tokenizer, config)
-    policy = DistributedDataParallel(Policy(model, config.sampling.temperature, config.model.precision == "mixed"),
-                                     device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True)
-    sampler = make_sampler(model, config.model.precision)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=config.training.learning_rate, betas=tuple(config.training.adam_betas),
-                                  weight_decay=config.training.weight_decay, fused=True)
-    log.start(model, len(training_rows), len(validation_rows), WORLD_SIZE)
-    best = (-1.0, -1.0)  # best-of-n accuracy, then mean accuracy, of what is in best/
-    policy.train()
-    _, n = config.training.k_best_of_n
+def evaluation_step(run: Run) -> None:
+    with run.log.progress("evaluating") as progress:
+        evaluation = evaluate(run.sampler, run.tokenizer, run.task, run.validation_rows, run.state.step, run.config, progress)
+    with run.settling():
+        run.state.evaluated = True
+        if evaluation is not None:
+            metrics, answers = evaluation
+            quality = (metrics["eval/best_of_n"], metrics["eval/solved"])
+            if quality > tuple(run.state.best):
+                run.state.best = quality
+                save_best(run)
+            run.log.evaluation(run.state.step, metrics, answers)
 
-    for step in range(config.training.max_steps + 1):
-        if step > 0:
-            stream = random_stream(config.training.seed, step, "train")
-            started = time.perf_counter()
-            rows = questions(training_rows, step, config)
-            with log.progress("sampling") as progress:
-                trajectories = sample_trajectories(sampler, tokenizer, task, rows, n, config, progress)
-            sampled = time.perf_counter()
-            score(trajectories, task)
-            groups = [trajectories[i:i + n] for i in range(0, len(trajectories), n)]
-            for group in groups:
-                compute_advantages(group, config, stream)
-            learning_rate = scheduled_learning_rate(step, config)
-            with log.progress("learning") as progress:
-                learning = update_policy(policy, optimizer, trajectories, learning_rate, config, device, progress)
-            refresh_sampler(sampler, model)
-            seconds = {"sample": sampled - started, "learn": time.perf_counter() - sampled}
-            log.step(step, {**step_metrics(groups, seconds, task, device),
-                            "learning_rate": learning_rate, **learning})
 
-        if step % config.validation.every == 0 or step == config.training.max_steps:
-            with log.progress("evaluating") as progress:
-                evaluation = evaluate(sampler, tokenizer, task, validation_rows, step, config, progress)
-            if evaluation is not None:
-                metrics, answers = evaluation
-                if (metrics["eval/best_of_n"], metrics["eval/solved"]) > best:
-                    best = (metrics["eval/best_of_n"], metrics["eval/solved"])
-                    save_best(model, tokenizer, log.folder / "best")
-                log.evaluation(step, metrics, answers)
-    dist.barrier()
-    log.finish()
+def training_step(run: Run) -> None:
+    config, step, n = run.config, run.state.step + 1, run.config.training.k_best_of_n[1]
+    stream = random_stream(config.training.seed, step, "train")
+    started = time.perf_counter()
+    rows = questions(run.training_rows, step, config)
+    with run.log.progress("sampling") as progress:
+        trajectories = sample_trajectories(run.sampler, run.tokenizer, run.task, rows, n, config, progress)
+    sampled = time.perf_counter()
+    score(trajectories, run.task)
+    groups = [trajectories[i:i + n] for i in range(0, len(trajectories), n)]
+    for group in groups:
+        compute_advantages(group, config, stream)
+    with run.log.progress("learning") as progress:
+        learning = policy_gradient(run.policy, trajectories, config, run.device, progress)
+    learning_rate = scheduled_learning_rate(step, config)
+    for parameters in run.optimizer.param_groups:
+        parameters["lr"] = learning_rate
+    with run.settling():
+        if learning["updated"]:
+            run.optimizer.step()
+            refresh_sampler(run.sampler, run.model)
+        seconds = {"sample": sampled - started, "learn": time.perf_counter() - sampled}
+        run.log.step(step, {**step_metrics(groups, seconds, run.task, run.device), "learning_rate": learning_rate, **learning})
+        run.state.step, run.state.evaluated = step, False
+        run.state.bad_steps = run.state.bad_steps + 1 if learning["non_finite"] else 0
+    if run.state.bad_steps >= config.training.max_bad_steps:
+        raise UserError(f"the gradient was not finite in {run.state.bad_steps} steps in a row, up to step {step}; they were skipped and no "
+                        "checkpoint was made of them. Lower training.learning_rate, and start again under another run.name")
+
+
+def train(run: Run) -> None:
+    config, state = run.config, run.state
+    while True:
+        finished = state.step >= config.training.max_steps
+        if not state.evaluated and (finished or state.step % config.validation.every == 0):
+            evaluation_step(run)
+        if RANK == 0 and state.step > 0 and not state.bad_steps and (finished or state.step % config.checkpoint.every == 0):
+            with run.settling():
+                save_checkpoint(run)
+        if finished:
+            break
+        training_step(run)
 
 
 def main(arguments: list[str]) -> int:
-    log, code = None, 0
+    log = lock = None
+    code = 0
     try:
         config = load_config(arguments)
-        device = setup_distributed(config)
-        config.run.name = config.run.name or default_run_name(config)
-        with blame(f"run.dir={config.run.dir!r} cannot be written to"):
-            log = Logger(config, active=RANK == 0)
-        train(config, device, log)
+        device, store = setup_distributed()
+        with together():
+            lock = claim_run_folder(config) if RANK == 0 else None
+        name = [config.run.name]
+        dist.broadcast_object_list(name)
+        config.run.name, = name
+        log = Logger(config, active=RANK == 0)
+        checkpoint = find_checkpoint(config, log.folder)
+        if checkpoint:
+            adopt_settings(checkpoint[2], config, log)
+        config.model.precision = config.model.precision or ("mixed" if device.type == "cuda" else "float32")
+        run = prepare(config, device, log)
+        if checkpoint:
+            load_checkpoint(run, *checkpoint)
+        log.start(run.model, len(run.training_rows), len(run.validation_rows), WORLD_SIZE, checkpoint)
+        with stop_signals(run, store):
+            train(run)
+        dist.barrier()
+        with run.settling():
+            log.finish()
+    except KeyboardInterrupt:
+        print("interrupted before training began", file=sys.stderr)
+        code = 130
     except UserError as error:
         # Rank 0 says what is wrong. torchrun ends the others once the first has left, so they wait for rank 0 to be heard;
         # if it has nothing to say, because only this rank has met the error, they say it themselves.
@@ -804,13 +1116,23 @@ def main(arguments: list[str]) -> int:
             time.sleep(10)
         print(f"error: {error}", file=sys.stderr, flush=True)
         code = 2
-    finally:
-        if log is not None:
-            log.close()
-    if dist.is_initialized():  # not after any other error: nccl would wait here for ranks that will never come
-        dist.destroy_process_group()
-    return code
+    except Exception:  # noqa: BLE001, whatever it is, `leave` has to follow
+        traceback.print_exc()
+        code = 1
+    if log is not None:
+        log.close()
+    if lock is not None:
+        lock.close()
+    return leave(code)
+
+
+def leave(code: int) -> int:
+    """Ends the process without Python's own clean-up. That would free DDP, and so wait for gloo's threads, while they may be waiting
+    for the interpreter lock: a rank that is done would hang for ever. (nccl's would wait for ranks that may never come.)"""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

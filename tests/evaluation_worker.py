@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
 from conftest import make_config
 
 import main
@@ -20,7 +19,7 @@ task = SimpleNamespace(REWARD_WEIGHTS={"right": 1.0}, SOLVED="right",
 
 
 config = make_config(validation__best_of_n=3)
-main.setup_distributed(config)
+main.setup_distributed()
 main.sample_trajectories = answers
 rows = [{"question": i, "solved_by": i} for i in range(5)]
 evaluation = main.evaluate(None, None, task, rows, 0, config, None)
@@ -29,4 +28,4 @@ if evaluation:
     metrics, groups = evaluation
     order = [[answer.row["question"] for answer in group] for group in groups]
     Path(sys.argv[1], "evaluation.json").write_text(json.dumps({"metrics": metrics, "order": order}))
-torch.distributed.destroy_process_group()
+main.leave(0)

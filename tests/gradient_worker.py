@@ -14,7 +14,7 @@ import main
 folder = Path(sys.argv[1])
 config = make_config(training__num_samples_per_step=QUESTIONS // main.WORLD_SIZE, training__k_best_of_n=[GROUP, GROUP],
                      training__max_new_gen_tokens=L, training__max_grad_norm=None, training__tokens_per_micro_batch=60)
-device = main.setup_distributed(config)
+device, _ = main.setup_distributed()
 cases = []
 for dtype in (torch.float32, torch.float64):
     for idle_share in (False, True):
@@ -22,10 +22,10 @@ for dtype in (torch.float32, torch.float64):
         policy = DistributedDataParallel(main.Policy(model, TEMPERATURE, mixed=False), gradient_as_bucket_view=True)
         batch = make_case(idle_share)
         share = batch[main.RANK * len(batch) // main.WORLD_SIZE:(main.RANK + 1) * len(batch) // main.WORLD_SIZE]
-        metrics = main.update_policy(policy, torch.optim.SGD(model.parameters()), share, 0.0, config, device, lambda *_: None)
+        metrics = main.policy_gradient(policy, share, config, device, lambda *_: None)
         cases.append({"idle_share": idle_share, "file": f"{len(cases)}.pt", "metrics": metrics})
         if main.RANK == 0:
             torch.save(gradient(model).clone(), folder / cases[-1]["file"])
 if main.RANK == 0:
     (folder / "cases.json").write_text(json.dumps(cases))
-torch.distributed.destroy_process_group()
+main.leave(0)

@@ -29,11 +29,11 @@ ARCHITECTURE = {torch.float64: "gpt2", torch.float32: "qwen2"}
 
 
 def learn(model, trajectories, device, **overrides):
-    """One update_policy on a copy of what a run would set up; returns its metrics. The gradient stays in `model`."""
+    """The policy_gradient of a copy of what a run would set up; returns its metrics. The gradient stays in `model`."""
     config = make_config(training__num_samples_per_step=QUESTIONS, training__k_best_of_n=[GROUP, GROUP],
                          training__max_new_gen_tokens=L, training__max_grad_norm=None, **overrides)
     policy = DistributedDataParallel(main.Policy(model, TEMPERATURE, mixed=False))
-    return main.update_policy(policy, torch.optim.SGD(model.parameters(), lr=0.0), trajectories, 0.0, config, device, lambda *_: None)
+    return main.policy_gradient(policy, trajectories, config, device, lambda *_: None)
 
 
 def reference(trajectories, architecture):
@@ -127,11 +127,10 @@ def test_a_step_without_signal_changes_nothing(one_rank):
     model = make_model()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     policy = DistributedDataParallel(main.Policy(model, 1.0, mixed=False))
-    optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.5)  # decay alone would move the weights
-    metrics = main.update_policy(policy, optimizer, trajectories, 0.1, make_config(), one_rank, lambda *_: None)
-    assert metrics == {"loss": 0.0, "entropy": None, "grad_norm": None, "updated": 0}
+    metrics = main.policy_gradient(policy, trajectories, make_config(), one_rank, lambda *_: None)
+    assert metrics == {"loss": 0.0, "entropy": None, "grad_norm": None, "updated": 0, "non_finite": 0}
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert not optimizer.state
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_mixed_precision_keeps_float32_masters_and_samples_from_a_bfloat16_copy(one_rank):
@@ -151,7 +150,7 @@ def test_mixed_precision_keeps_float32_masters_and_samples_from_a_bfloat16_copy(
     config = make_config(training__num_samples_per_step=QUESTIONS, training__k_best_of_n=[GROUP, GROUP],
                          training__max_new_gen_tokens=L, training__max_grad_norm=None)
     policy = DistributedDataParallel(main.Policy(mixed, TEMPERATURE, mixed=True))
-    main.update_policy(policy, torch.optim.SGD(mixed.parameters()), trajectories, 0.0, config, one_rank, lambda *_: None)
+    main.policy_gradient(policy, trajectories, config, one_rank, lambda *_: None)
     assert gradient(mixed).dtype == torch.float32
     assert 1e-6 < relative_error(gradient(mixed), expected) < 0.05  # it did run in bfloat16, and is near
 

@@ -37,7 +37,7 @@ def test_a_run_of_two_ranks_leaves_everything_it_promises(tmp_path):
         (0, False), (1, True), (2, True), (2, False), (3, True), (3, False)]
     assert set(entries[1]) == TIMES | {
         "step", "reward", "reward_std", "reward/format", "reward/answer", "solved", "groups_without_signal", "completion_length",
-        "truncated", "entropy", "grad_norm", "learning_rate", "loss", "updated"}
+        "truncated", "entropy", "grad_norm", "learning_rate", "loss", "updated", "non_finite"}
     assert set(entries[0]) == {
         "step", "eval/best_of_n", "eval/best_of_n_ci95", "eval/solved", "eval/solved_ci95", "eval/solved/3", "eval/format",
         "eval/answer", "eval/reward", "eval/completion_length", "eval/truncated"}

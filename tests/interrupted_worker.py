@@ -1,0 +1,75 @@
+"""main.py as torchrun starts it, except that it is struck at a point of a plan: `interrupted_worker.py PLAN FOLDER arguments...`
+
+PLAN is a JSON list with an entry for each start of the workers (torchrun counts its restarts): which rank strikes, at which point, at
+its how manyth passing, and how: "kill" (SIGKILL to that rank), "kill all" (to every rank at once, as when the power goes), "stop"
+(SIGTERM to torchrun, and then this rank stays inside a C call that would last minutes), "stop and go on"."""
+
+import ctypes
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import conftest  # noqa: F401, finds main.py and sets the threads
+
+import logger
+import main
+
+plan, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
+start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+strike = plan[start] if start < len(plan) else {"rank": None}
+(folder / f"pid-{start}-{main.RANK}").write_text(str(os.getpid()))
+passed = 0
+
+
+def at(point):
+    global passed
+    if (strike["rank"], strike.get("point")) != (main.RANK, point):
+        return
+    passed += 1
+    if passed != strike.get("passing", 1):
+        return
+    (folder / "struck").open("a").write(f"{time.time()} {point}\n")
+    if strike["how"] == "kill all":
+        for rank in range(main.WORLD_SIZE):
+            if rank != main.RANK:
+                os.kill(int((folder / f"pid-{start}-{rank}").read_text()), signal.SIGKILL)
+    if strike["how"].startswith("kill"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getppid(), signal.SIGTERM)
+    if strike["how"] == "stop":
+        ctypes.CDLL(None).sleep(120)
+
+
+def passing(module, name, before=None, after=None, when=lambda *_: True):
+    """Replaces a function by one that passes a point before or after it does its work."""
+    original = getattr(module, name)
+
+    def replacement(*arguments, **named):
+        counts = when(*arguments)
+        if before and counts:
+            at(before)
+        result = original(*arguments, **named)
+        if after and counts:
+            at(after)
+        return result
+
+    setattr(module, name, replacement)
+
+
+passing(main, "questions", after="sampling")
+passing(main, "policy_loss", after="learning")
+passing(main, "step_metrics", before="updated", after="logging")
+passing(main, "evaluate", before="evaluating")
+passing(main, "evaluation_metrics", after="evaluated")
+passing(main, "save_file", after="saving: tensors")
+passing(logger, "_checksums", after="saving: checksums", when=lambda folder: folder.suffix == ".unfinished")
+passing(logger, "_sync_to_disk", before="saving: synced", after="saving: renamed", when=lambda folder: folder.name == "checkpoints")
+passing(shutil, "rmtree", before="saving: removal", after="saving: removed", when=lambda folder, *_: folder.name.startswith("step-"))
+passing(logger, "_sync_to_disk", after="saving: best", when=lambda folder: folder.name.startswith("best-"))
+passing(Path, "replace", after="saving: linked")
+
+main.main(sys.argv[3:])

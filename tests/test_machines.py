@@ -1,0 +1,97 @@
+"""Two network namespaces as two machines, one rank each, that meet over the link between them and share no folder for their runs."""
+
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from test_resume import SMALL, outcome, uninterrupted, without_files
+
+pytestmark = [pytest.mark.soak, pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None,
+                                                   reason="making network namespaces takes root, and ip from iproute2")]
+STEPS = ["checkpoint.every=1", "validation.every=3", "training.max_steps=8"]
+
+
+@pytest.fixture
+def machines():
+    """Names of two namespaces that reach each other as 10.199.0.1 and 10.199.0.2, by an interface called `link`."""
+    names = [f"grpo-{os.getpid()}-{i}" for i in (1, 2)]
+
+    def ip(*arguments):
+        subprocess.run(["ip", *arguments], check=True)
+
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", "link", "netns", names[0], "type", "veth", "peer", "name", "link", "netns", names[1])
+        for i, name in enumerate(names, start=1):
+            ip("-n", name, "addr", "add", f"10.199.0.{i}/24", "dev", "link")
+            ip("-n", name, "link", "set", "link", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False)
+
+
+class Machine:
+    """torchrun on one machine, writing to a folder of its own, its output to a file."""
+
+    def __init__(self, name, number, run_dir: Path, port: int, log: Path):
+        self.log = log
+        command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1",
+                   "--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint=10.199.0.1:{port}", "--rdzv-id=test",
+                   f"--local-addr=10.199.0.{number}", "main.py", *SMALL, *STEPS, f"run.dir={run_dir}"]
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "link", "HF_HUB_OFFLINE": "1"}
+        with open(log, "a") as output:
+            self.process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, env=environment, start_new_session=True)
+
+    def kill(self):
+        """As when its power goes: torchrun and its worker at once."""
+        pids = [self.process.pid, *children(self.process.pid)]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    def wait_for(self, text, seconds=180):
+        end = time.time() + seconds
+        while text not in self.log.read_text():
+            assert self.process.poll() is None and time.time() < end, self.log.read_text()
+            time.sleep(0.1)
+
+    def end(self):
+        assert self.process.wait(timeout=300) == 0, self.log.read_text()
+
+
+def children(pid):
+    found = [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
+    return list(itertools.chain(found, *map(children, found)))
+
+
+def test_two_machines_train_as_one_does_and_one_that_is_killed_and_started_again_goes_on(machines, tmp_path):
+    expected = uninterrupted(2, tmp_path / "whole", *STEPS)
+    first = Machine(machines[0], 1, tmp_path / "disk-1", 29500, tmp_path / "log-1")
+    second = Machine(machines[1], 2, tmp_path / "disk-2", 29500, tmp_path / "log-2")
+    first.wait_for("step     3 ")
+    second.kill()
+    second = Machine(machines[1], 2, tmp_path / "disk-2", 29500, tmp_path / "log-2")
+    first.end()
+    second.end()
+    assert "going on from" in first.log.read_text()
+    assert without_files(outcome(tmp_path / "disk-1" / "a")) == without_files(expected)
+
+    # The machine that has the checkpoints may come up as the second: then they are read there.
+    for path in (tmp_path / "disk-1" / "a" / "checkpoints").glob("step-000008"):
+        shutil.rmtree(path)
+    swapped = [Machine(machines[0], 1, tmp_path / "disk-3", 29501, tmp_path / "log-3"),
+               Machine(machines[1], 2, tmp_path / "disk-1", 29501, tmp_path / "log-4")]
+    for machine in swapped:
+        machine.end()
+    assert "step-000007" in swapped[0].log.read_text()
+    assert (tmp_path / "disk-3" / "a" / "checkpoints" / "step-000008" / "tensors.safetensors").read_bytes() == expected["tensors"]

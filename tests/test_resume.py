@@ -1,0 +1,150 @@
+"""A run that is interrupted, by whatever it is, ends as the one that is not: tolerance 0."""
+
+import json
+import random
+import shutil
+import time
+
+import pytest
+from conftest import read_jsonl, torchrun
+from test_run import TIMES
+
+import main
+
+SMALL = ["training.max_new_gen_tokens=48", "training.num_samples_per_step=2", "training.k_best_of_n=[4,4]", "data.num_validation=6",
+         "data.max_rows=200", "validation.best_of_n=2", "training.learning_rate=0.001", "run.name=a"]
+SIL = ["training.learning_type=sil", "training.k_best_of_n=[2,4]"]
+EVERY_STEP = ["checkpoint.every=1", "validation.every=2"]
+
+
+def outcome(folder):
+    """All that a run has come to, times aside."""
+    metrics = [{key: value for key, value in entry.items() if key not in TIMES} for entry in read_jsonl(folder / "metrics.jsonl")]
+    checkpoint = max((folder / "checkpoints").glob("step-*"))
+    state = json.loads((checkpoint / "state.json").read_text())
+    return {"metrics": metrics, "samples": read_jsonl(folder / "samples.jsonl"), "step": checkpoint.name,
+            "state": [state[key] for key in ("step", "evaluated", "best", "bad_steps")],
+            "tensors": (checkpoint / "tensors.safetensors").read_bytes(),
+            "best": (folder / "best" / "model.safetensors").read_bytes(), "best of": (folder / "best").readlink().name,
+            "files": sorted(path.name for path in [*folder.iterdir(), *(folder / "checkpoints").iterdir()])}
+
+
+def without_files(outcome):
+    return {**outcome, "files": None}
+
+
+def uninterrupted(num_ranks, folder, *settings):
+    result = torchrun(num_ranks, "main.py", *SMALL, *settings, f"run.dir={folder}")
+    assert result.returncode == 0, result.stderr
+    return outcome(folder / "a")
+
+
+def interrupted(num_ranks, plan, folder, *settings, max_restarts=0):
+    folder.mkdir(exist_ok=True)
+    (folder / "struck").unlink(missing_ok=True)
+    arguments = ["tests/interrupted_worker.py", json.dumps(plan), folder, *SMALL, *settings, f"run.dir={folder}"]
+    return torchrun(num_ranks, *arguments, torchrun_options=[f"--max-restarts={max_restarts}"], timeout=900)
+
+
+def struck(folder):
+    return [line.split(" ", 1) for line in (folder / "struck").read_text().splitlines()]
+
+
+# ---------------------------------------------------------------- SIGKILL
+
+SAVING = [f"saving: {point}" for point in ("tensors", "checksums", "synced", "renamed", "removal", "removed", "best", "linked")]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("learning", [[], SIL], ids=["grpo", "sil"])
+def test_a_run_killed_twenty_times_equals_the_uninterrupted_one(num_ranks, learning, tmp_path):
+    stream = random.Random(f"{num_ranks} {learning}")
+    phases = {"sampling": ["sampling"] * 4, "learning": ["learning", "learning", "updated", "logging"],
+              "evaluating": ["evaluating", "evaluating", "evaluated", "evaluated"], "saving": SAVING}
+    points = [point for phase in phases.values() for point in phase]
+    stream.shuffle(points)
+    anywhere = ("sampling", "learning", "updated", "evaluating")  # the other points are passed on rank 0 alone
+    plan = [{"point": point, "how": "kill all", "rank": stream.randrange(num_ranks) if point in anywhere else 0,
+             "passing": 1 if point.startswith(("saving: b", "saving: l", "eval")) else stream.choice([1, 2])} for point in points]
+    # A better evaluation may never come: what is struck while best/ is switched is struck at the first, which always is the best so far.
+    plan.sort(key=lambda strike: strike["point"] not in ("saving: best", "saving: linked"))
+    steps = [*learning, *EVERY_STEP, "training.max_steps=24"]
+    expected = uninterrupted(num_ranks, tmp_path / "whole", *steps)
+    result = interrupted(num_ranks, plan, tmp_path / "killed", *steps, max_restarts=len(plan))
+    assert result.returncode == 0, result.stderr
+    assert [point for _, point in struck(tmp_path / "killed")] == [strike["point"] for strike in plan] and len(plan) == 20
+    assert outcome(tmp_path / "killed" / "a") == expected
+
+
+def test_a_stopped_run_whose_ranks_are_then_killed_one_by_one_equals_the_uninterrupted_one(tmp_path):
+    steps = ["training.max_steps=5", "checkpoint.every=2", "validation.every=3"]
+    expected = uninterrupted(2, tmp_path / "whole", *steps)
+    folder = tmp_path / "interrupted"
+    stopped(2, {"rank": 1, "point": "sampling", "passing": 2, "how": "stop"}, folder, 1, *steps)  # rank 0 waits in a collective
+    # torchrun starts all ranks again when one dies, and they go on from the last checkpoint without being told.
+    plan = [{"rank": 1, "point": "sampling", "passing": 3, "how": "kill"}, {"rank": 0, "point": "learning", "passing": 2, "how": "kill"}]
+    result = interrupted(2, plan, folder, *steps, max_restarts=2)
+    assert result.returncode == 0, result.stderr
+    assert len(struck(folder)) == 2 and result.stdout.count("going on from") == 3
+    assert without_files(outcome(folder / "a")) == without_files(expected)  # a stop signal leaves a checkpoint of its own
+
+
+# ---------------------------------------------------------------- SIGTERM
+
+def stopped(num_ranks, strike, folder, saved, *settings):
+    result = interrupted(num_ranks, [strike], folder, *settings)
+    (when, _), = struck(folder)
+    assert time.time() - float(when) < 10, strike
+    said = f"stopped by SIGTERM; saved up to {folder}/a/checkpoints/step-{saved:06d}; the same command goes on from there"
+    assert said in result.stdout, (strike, result.stdout, result.stderr)
+    assert "/main.py\", line" not in result.stderr  # no traceback of ours
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("learning", [[], SIL], ids=["grpo", "sil"])
+def test_sigterm_in_any_phase_saves_the_last_step_within_ten_seconds_and_the_next_start_goes_on(learning, tmp_path):
+    steps = [*learning, "validation.every=2", "training.max_steps=8", "checkpoint.every=100"]  # nothing but the signal saves
+    expected = uninterrupted(2, tmp_path / "whole", *steps)
+    folder = tmp_path / "stopped"
+    for strike, saved in [({"rank": 0, "point": "sampling", "passing": 2, "how": "stop"}, 1),
+                          ({"rank": 1, "point": "sampling", "passing": 2, "how": "stop"}, 2),  # rank 0 waits in a collective
+                          ({"rank": 0, "point": "learning", "passing": 2, "how": "stop"}, 3),
+                          ({"rank": 1, "point": "evaluating", "passing": 1, "how": "stop"}, 4),
+                          ({"rank": 0, "point": "updated", "passing": 2, "how": "stop and go on"}, 6),
+                          ({"rank": 0, "point": "saving: tensors", "passing": 1, "how": "stop and go on"}, 8)]:
+        stopped(2, strike, folder, saved, *steps)
+    result = interrupted(2, [], folder, *steps)
+    assert result.returncode == 0, result.stderr
+    assert without_files(outcome(folder / "a")) == without_files(expected)
+    assert "this run has finished before" in result.stdout and json.loads(result.stdout.splitlines()[-1])["steps"] == 8
+
+
+# ---------------------------------------------------------------- damage
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_goes_on_to_the_same_end(tmp_path, capsys):
+    assert main.main([*SMALL, *EVERY_STEP, "training.max_steps=3", f"run.dir={tmp_path / 'whole'}"]) == 0
+    expected = outcome(tmp_path / "whole" / "a")
+    names = sorted(path.name for path in (tmp_path / "whole" / "a" / "checkpoints" / "step-000003").iterdir())
+    assert names == ["SHA256SUMS", "state.json", "tensors.safetensors"]
+
+    def truncate(path):
+        path.write_bytes(path.read_bytes()[:-1])
+
+    def flip(path):
+        content = bytearray(path.read_bytes())
+        content[random.Random(path.name).randrange(len(content))] ^= 1
+        path.write_bytes(content)
+
+    for name in names:
+        for damage in (truncate, flip, lambda path: path.write_bytes(b""), lambda path: path.unlink()):
+            shutil.rmtree(tmp_path / "damaged", ignore_errors=True)
+            shutil.copytree(tmp_path / "whole" / "a", tmp_path / "damaged" / "a", symlinks=True)
+            damage(tmp_path / "damaged" / "a" / "checkpoints" / "step-000003" / name)
+            capsys.readouterr()
+            assert main.main([*SMALL, *EVERY_STEP, "training.max_steps=3", f"run.dir={tmp_path / 'damaged'}"]) == 0
+            said = capsys.readouterr()
+            assert "step-000003 is damaged and is set aside" in said.err and "step-000002\n" in said.out
+            found = outcome(tmp_path / "damaged" / "a")
+            assert "damaged-step-000003" in found["files"]
+            assert without_files(found) == without_files(expected)
