@@ -1,7 +1,7 @@
 """The Countdown task: combine the given numbers with + - * / so that they make the target, each number exactly once.
 
-This file is all that the trainer knows of the task. `main.py` uses five names of it, and any other file with the same
-five can take its place (`task.name` in config.yaml):
+This file is all that the trainer knows of the task. `main.py` uses these names of it, and any other file that has them
+can take its place (`task.name` in config.yaml):
 
     load(dataset, max_rows) -> rows             dictionaries; each has its "prompt" and whatever the rewards need
     reward_function(completion, row)            named reward parts of one completion

@@ -5,6 +5,8 @@
     runs/<name>/samples.jsonl    the answers of each evaluation with their rewards
     runs/<name>/curves.png       accuracy, reward and length over the steps
     runs/<name>/summary.json     how it began, how it ended, what was best; also the last line on stdout
+
+and, filled by main.py, runs/<name>/checkpoints/ and the link runs/<name>/best, whose mechanics are at the end of this file.
 """
 
 import contextlib
@@ -32,7 +34,7 @@ KEPT = ("metrics.jsonl", "samples.jsonl")  # files that grow, and are cut back w
 
 
 class Logger:
-    """Rank 0 speaks and writes; on the other ranks (`active` false) every method does nothing."""
+    """Rank 0 speaks and writes; on the others (`active` false) its methods show and write nothing."""
 
     def __init__(self, config, active: bool):
         self.config, self.active = config, active
@@ -248,6 +250,9 @@ class Logger:
         if self.mlflow_calls is not None:
             self._mlflow("end_run", status)
             self.mlflow_thread.join(SECONDS_TO_END_MLFLOW)
+            if self.mlflow_thread.is_alive():
+                print(f"warning: MLflow has not answered for {SECONDS_TO_END_MLFLOW} s and lacks the end of this run; its files are in "
+                      f"{self.folder}")
             self.mlflow_calls = None
 
 

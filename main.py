@@ -7,14 +7,15 @@ The algorithm, once per step:
   4. compare each answer with its group: A_ij = r_ij - mean_j r_ij         compute_advantages
   5. raise the log-probability of the better ones and lower that of the worse:
          loss = -(1/(B L)) sum_i sum_j sum_t A_ij log pi(a_ij[t] | q_i, a_ij[<t])       policy_loss
-  6. one AdamW step on the gradient that all ranks share    update_policy
+  6. one AdamW step on the gradient that all ranks share    policy_gradient, training_step
   7. now and then, measure on questions never trained on    evaluate
+     and save all that going on from here takes             save_checkpoint
 
 That is Dr. GRPO. What it leaves out of GRPO as first published, and why: the division by the group's standard deviation
 (it favours questions that are nearly always or nearly never solved), the division by each answer's length (it favours long
-wrong answers), the KL penalty (it needs a second model, and rewards that are computed cannot be gamed by drifting), and the
+wrong answers), the KL penalty (it needs a second model, and rewards computed from the answer leave no reward model to fool), and the
 clipped ratio (with one update per batch the ratio is always 1). With `training.learning_type: sil` step 4 becomes
-self-imitation: the k best of n answers get advantage 1, the others 0.
+self-imitation: the k best of n answers get advantage 1, the others 0, and B counts k answers a question.
 
     torchrun --nproc-per-node=4 main.py                       four ranks: four GPUs, or four processes on the CPU
     python main.py training.max_steps=20 training.seed=1      one rank; any key of config.yaml can be set like this
@@ -289,7 +290,7 @@ def setup_distributed() -> tuple[torch.device, dist.Store]:
         if local_ranks > torch.cuda.device_count():
             raise UserError(f"{local_ranks} processes on a machine with {torch.cuda.device_count()} GPUs: start one for each GPU")
         torch.cuda.set_device(device)
-    elif os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun sets 1 where nothing is set
+    elif os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun sets 1 where nothing was set
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         torch.set_num_threads(max(1, cores // local_ranks))
     # A rank waits for the slowest: long enough for an evaluation or a save on one of them, which take minutes at most.
@@ -321,7 +322,7 @@ def fresh_store(timeout: timedelta) -> dist.Store:
 
 
 def random_stream(seed: int, step: int, purpose: str) -> random.Random:
-    """Randomness is a pure function of (seed, step, rank): nothing to save, and evaluating does not disturb training."""
+    """Randomness is a pure function of (seed, step, rank, purpose): nothing to save, and evaluating does not disturb training."""
     stream = random.Random(f"{seed} {step} {RANK} {purpose}")
     torch.manual_seed(stream.getrandbits(63))  # on every device
     return stream
@@ -412,13 +413,15 @@ def load_model(config: Config, device: torch.device):
     name = beside_main(config.model.name)
     dtype = torch.bfloat16 if config.model.precision == "bfloat16" else torch.float32
     with blame(f"model.name={name!r} cannot be loaded; give a folder with a model and its tokenizer, or a hub id within reach"):
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        model_config = AutoConfig.from_pretrained(name)
+        # trust_remote_code: false, or the library would ask whether to run a model's own code, and wait for an answer.
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        model_config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         # Dropout would make the log-probabilities learned from differ from those sampled from.
         for key in vars(model_config):
             if "dropout" in key or key.endswith("pdrop"):
                 setattr(model_config, key, 0.0)
-        model, loading = AutoModelForCausalLM.from_pretrained(name, config=model_config, dtype=dtype, output_loading_info=True)
+        model, loading = AutoModelForCausalLM.from_pretrained(name, config=model_config, dtype=dtype, output_loading_info=True,
+                                                              trust_remote_code=False)
     if loading["missing_keys"]:
         raise UserError(f"model.name={name!r} lacks the weights {', '.join(sorted(loading['missing_keys'])[:3])}")
     if tokenizer.eos_token_id is None:
@@ -493,8 +496,8 @@ class Trajectory:
 
 def make_generation_config(model, tokenizer, config: Config) -> GenerationConfig:
     """Every field that shapes the distribution is set: `generate` fills those left None from the model's own config,
-    and answers sampled at its temperature 0.7 and top_k 20 would not be the policy's. (min_p has no neutral value but None;
-    it finds nothing to inherit, since this very object stands in for the model's own while answers are sampled.)"""
+    and answers sampled at that config's temperature and top_k would not be the policy's. (min_p has no neutral value but None,
+    which is not filled in: this very object stands in for the model's own while answers are sampled.)"""
     stop_ids = {tokenizer.eos_token_id}  # chat models have several: stop on any, train on the one that was sampled
     for eos in (model.config.eos_token_id, model.generation_config.eos_token_id):
         stop_ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
@@ -672,7 +675,7 @@ def collate(trajectories: list[Trajectory], device: torch.device) -> dict[str, t
 def policy_loss(logprobs: torch.Tensor, advantages: torch.Tensor, B: int, L: int) -> torch.Tensor:
     """-(1/(B L)) sum_i sum_j sum_t A_ij log pi(a_ij[t] | q_i, a_ij[<t]); both tensors are (tokens,).
 
-    A sum with a constant normaliser: how rows are split into micro-batches, ordered or shared among ranks cannot change it."""
+    A sum with a constant normaliser: how rows are split into micro-batches, ordered or shared among ranks changes it by no more than rounding."""
     return -(advantages * logprobs).sum() / (B * L)
 
 

@@ -146,6 +146,56 @@ def test_evaluation_agrees_with_an_independent_evaluator_on_random_expressions()
 
 # ---------------------------------------------------------------- rewards
 
+PIECES = ["<think>", "</think>", "<answer>", "</answer>", "(", ")", "+", "-", "*", "/", "**", "//", "=", " ", "\n", "\t", "0", "1", "7",
+          "12", "007", "1.5", "1e3", "1_0", "\u0661", "\u00b2", "x", "__import__('os')", "no", "9" * 50, "\x00", "\ud800", "\U0001f600", "\r"]
+
+
+def fuzzed_completion(rng: random.Random, expression: str) -> str:
+    """A right completion with pieces put in, taken out, repeated and cut."""
+    pieces = ["12-4=8 no\n", "</think>", "\n", "<answer>", expression, "</answer>"]
+    for _ in range(rng.choice([0, 1, 1, 2, 5])):
+        place = rng.randrange(len(pieces) + 1)
+        if rng.random() < 0.6:
+            pieces.insert(place, rng.choice(PIECES) * rng.choice([1, 1, 1, 3]))
+        elif place < len(pieces):
+            pieces[place] = rng.choice(["", pieces[place] * 2, pieces[place][:rng.randrange(len(pieces[place]) + 1)]])
+    return "".join(pieces)
+
+
+@pytest.mark.soak
+def test_a_million_made_up_completions_are_graded_without_error_and_every_valid_expression_right():
+    rng = random.Random(1)
+    paid = refused = 0
+    for _ in range(1_000_000):
+        tree = random_tree(rng, rng.randint(2, 4))
+        expression, value = tree_text(rng, tree), tree_value(tree)
+        nums = [int(number) for number in re.findall("[0-9]+", expression)]
+        target = int(value) if value is not None and value == int(value) and rng.random() < 0.7 else rng.randint(-5, 99)
+        completion = fuzzed_completion(rng, expression)
+        parts = reward_function(completion, {"nums": nums, "target": target})
+        assert 0 <= parts["format"] <= 1 and parts["answer"] in (0, 1)
+        if completion == f"12-4=8 no\n</think>\n<answer>{expression}</answer>":
+            assert parts == {"format": 1.0, "answer": float(value == target)}, (expression, nums, target)
+            paid += value == target
+            refused += value != target
+        if parts["answer"]:  # whatever was put in, what is paid for is an answer with the given numbers that makes the target
+            answer = completion.rpartition("<answer>")[2].partition("</answer>")[0].partition("=")[0]
+            assert re.fullmatch(r"[-+*/()0-9\s]+", answer) and sorted(re.findall("[0-9]+", answer)) == sorted(map(str, nums))
+            assert eval(re.sub("([0-9]+)", r"Fraction(\1)", " ".join(answer.split()))) == target  # Python's own arithmetic
+    assert paid > 50_000 and refused > 50_000
+
+
+@pytest.mark.soak
+def test_no_made_up_completion_of_ten_thousand_characters_takes_ten_milliseconds():
+    rng = random.Random(2)
+    for _ in range(20_000):
+        alphabet = rng.sample(PIECES, rng.randint(1, 8))
+        text = "".join(rng.choices(alphabet, k=10_000))[:10_000]
+        completion = rng.choice(["{}", "</think><answer>{}</answer>", "</think><answer>1+2={}</answer>"]).format(text)[:10_000]
+        quickest = min(seconds(reward_function, completion, {"nums": [1, 2], "target": 3}) for _ in range(3))
+        assert quickest < 0.010, completion[:200]
+
+
 @pytest.mark.parametrize("completion, nums, target, reward", [
     # right
     ("sum</think><answer>1+2</answer>", [1, 2], 3, 1.0),

@@ -37,6 +37,12 @@ def make_mistakes(folder):
     settings = json.loads((no_eos / "tokenizer_config.json").read_text())
     (no_eos / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": None}))
     (no_template / "chat_template.jinja").unlink()
+    own_code = folder / "own code"
+    shutil.copytree(model, own_code)
+    settings = json.loads((own_code / "config.json").read_text())
+    (own_code / "config.json").write_text(json.dumps({**settings, "model_type": "mine", "auto_map": {
+        "AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyModel"}}))
+    (own_code / "mine.py").write_text(f"open({str(folder / 'it has run')!r}, 'w')\nclass MyConfig: pass\nclass MyModel: pass\n")
     problem, other = '{"nums": [1, 2, 3], "target": 6}\n', '{"nums": [1, 2, 4], "target": 7}\n'
     in_the_way = write("file", "")
     return [
@@ -61,6 +67,7 @@ def make_mistakes(folder):
         (["model.name=someone/model"], ["model.name", "someone/model", "within reach"]),
         ([f"model.name={no_eos}"], ["model.name", "end-of-text"]),
         ([f"model.name={no_template}", "data.prompt_style=chat"], ["prompt_style", "chat template", "base"]),
+        ([f"model.name={own_code}"], ["model.name", "own code", "cannot be loaded"]),
         (["training.max_new_gen_tokens=500"], ["training.max_new_gen_tokens=500", "512", "at most 46"]),
         ([f"run.dir={in_the_way}"], ["run.dir", in_the_way]),
         ([f"run.resume={folder / 'none'}"], ["run.resume", str(folder / "none"), "checkpoint"]),
@@ -86,7 +93,7 @@ def test_a_mistake_is_one_line_with_the_value_and_the_remedy_on_every_rank(tmp_p
             last = answer["said"].splitlines()[-1]
             assert last.startswith("error: ") and all(piece in last for piece in expected), (arguments, answer)
             assert "Traceback" not in answer["said"] and answer["seconds"] < 15
-    assert not list((tmp_path / "runs" / "a").glob("checkpoints/*"))
+    assert not list((tmp_path / "runs" / "a").glob("checkpoints/*")) and not (tmp_path / "it has run").exists()
 
 
 def test_a_second_run_in_the_same_folder_is_refused_while_the_first_lives_and_every_rank_leaves_with_code_two(tmp_path):
@@ -260,4 +267,8 @@ def test_nothing_of_the_environment_is_written_or_said(tmp_path):
     result = run_alone("training.max_steps=1", f"run.dir={tmp_path}", "logging.mlflow=true", env=environment)
     assert result.returncode == 0 and "MLflow failed" in result.stdout
     assert secret not in result.stdout + result.stderr
+    environment["MLFLOW_TRACKING_URI"] = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    result = run_alone("training.max_steps=1", "run.name=b", f"run.dir={tmp_path}", "logging.mlflow=true", env=environment, cwd=tmp_path)
+    assert result.returncode == 0 and "MLflow failed" not in result.stdout and secret not in result.stdout + result.stderr
+    assert (tmp_path / "mlflow.db").stat().st_size > 0
     assert not any(secret.encode() in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())

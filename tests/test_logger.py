@@ -1,6 +1,8 @@
 """What a person sees and what MLflow keeps."""
 
 import json
+import socket
+import time
 
 import pytest
 from conftest import ROOT, make_config
@@ -39,6 +41,35 @@ def test_an_mlflow_server_that_is_not_there_costs_one_warning_and_no_training(tm
     assert main.main([*SHORT, f"run.dir={tmp_path}", "run.name=a", "logging.mlflow=true"]) == 0
     assert capsys.readouterr().out.count("warning: MLflow failed") == 1
     assert len((tmp_path / "a" / "metrics.jsonl").read_text().splitlines()) == 5
+
+
+def test_an_mlflow_server_that_goes_away_in_the_middle_costs_one_warning_and_no_training(tmp_path, monkeypatch, capsys):
+    import mlflow
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
+    log_metrics, calls = mlflow.log_metrics, []
+
+    def gone_after_the_second(*arguments, **named):
+        calls.append(arguments)
+        if len(calls) > 2:
+            raise mlflow.exceptions.MlflowException("API request to http://me:secret@server/ failed")
+        log_metrics(*arguments, **named)
+
+    monkeypatch.setattr(mlflow, "log_metrics", gone_after_the_second)
+    assert main.main([*SHORT, f"run.dir={tmp_path}", "run.name=a", "logging.mlflow=true"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("warning: MLflow") == 1 and "secret" not in said and len(calls) == 3
+    assert len((tmp_path / "a" / "metrics.jsonl").read_text().splitlines()) == 5
+
+
+def test_an_mlflow_server_that_never_answers_does_not_slow_training_down(tmp_path, monkeypatch, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as server:  # takes connections and says nothing
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.getsockname()[1]}")
+        started = time.time()
+        assert main.main([*SHORT, f"run.dir={tmp_path}", "run.name=a", "logging.mlflow=true", "training.max_steps=1"]) == 0
+        metrics = (tmp_path / "a" / "metrics.jsonl").stat().st_mtime
+        assert time.time() - metrics < logger.SECONDS_TO_END_MLFLOW + 5 and metrics > started
+    assert capsys.readouterr().out.count("warning: MLflow") == 1
 
 
 def make_logger(tmp_path, is_terminal, active=True):

@@ -20,7 +20,7 @@ STEPS = ["checkpoint.every=1", "validation.every=3", "training.max_steps=8"]
 
 @pytest.fixture
 def machines():
-    """Names of two namespaces that reach each other as 10.199.0.1 and 10.199.0.2, by an interface called `link`."""
+    """Names of two namespaces that reach each other as 10.199.0.1 and 10.199.0.2, by an interface called `wire`."""
     names = [f"grpo-{os.getpid()}-{i}" for i in (1, 2)]
 
     def ip(*arguments):
@@ -29,10 +29,10 @@ def machines():
     try:
         for name in names:
             ip("netns", "add", name)
-        ip("link", "add", "link", "netns", names[0], "type", "veth", "peer", "name", "link", "netns", names[1])
+        ip("link", "add", "wire", "netns", names[0], "type", "veth", "peer", "name", "wire", "netns", names[1])
         for i, name in enumerate(names, start=1):
-            ip("-n", name, "addr", "add", f"10.199.0.{i}/24", "dev", "link")
-            ip("-n", name, "link", "set", "link", "up")
+            ip("-n", name, "addr", "add", f"10.199.0.{i}/24", "dev", "wire")
+            ip("-n", name, "link", "set", "wire", "up")
             ip("-n", name, "link", "set", "lo", "up")
         yield names
     finally:
@@ -47,10 +47,14 @@ class Machine:
         self.log = log
         command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1",
                    "--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint=10.199.0.1:{port}", "--rdzv-id=test",
-                   f"--local-addr=10.199.0.{number}", "main.py", *SMALL, *STEPS, f"run.dir={run_dir}"]
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "link", "HF_HUB_OFFLINE": "1"}
+                   f"--local-addr=10.199.0.{number}",
+                   f"--rdzv-conf=is_host={number == 1}",  # which torchrun finds out by host names, of which there are none here
+                   "main.py", *SMALL, *STEPS, f"run.dir={run_dir}"]
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "wire", "HF_HUB_OFFLINE": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         with open(log, "a") as output:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, env=environment, start_new_session=True)
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(self.process.pid, {cores[number % len(cores)]})  # a core each, which its children inherit
 
     def kill(self):
         """As when its power goes: torchrun and its worker at once."""

@@ -71,7 +71,7 @@ def test_a_run_killed_twenty_times_equals_the_uninterrupted_one(num_ranks, learn
     plan.sort(key=lambda strike: strike["point"] not in ("saving: best", "saving: linked"))
     steps = [*learning, *EVERY_STEP, "training.max_steps=24"]
     expected = uninterrupted(num_ranks, tmp_path / "whole", *steps)
-    result = interrupted(num_ranks, plan, tmp_path / "killed", *steps, max_restarts=len(plan))
+    result = interrupted(num_ranks, plan, tmp_path / "killed", *steps)
     assert result.returncode == 0, result.stderr
     assert [point for _, point in struck(tmp_path / "killed")] == [strike["point"] for strike in plan] and len(plan) == 20
     assert outcome(tmp_path / "killed" / "a") == expected
@@ -118,6 +118,19 @@ def test_sigterm_in_any_phase_saves_the_last_step_within_ten_seconds_and_the_nex
     assert result.returncode == 0, result.stderr
     assert without_files(outcome(folder / "a")) == without_files(expected)
     assert "this run has finished before" in result.stdout and json.loads(result.stdout.splitlines()[-1])["steps"] == 8
+
+
+@pytest.mark.soak
+def test_a_step_that_cannot_be_saved_in_time_leaves_the_last_periodic_checkpoint_and_says_so(tmp_path):
+    steps = ["training.max_steps=9", "checkpoint.every=2"]
+    result = interrupted(2, [{"rank": 0, "point": "saving: tensors", "passing": 2, "how": "stop"}], tmp_path, *steps)
+    (when, _), = struck(tmp_path)
+    assert main.GRACE <= time.time() - float(when) < 30
+    assert f"stopped by SIGTERM, and {main.GRACE} s were not enough to save step 4; saved up to {tmp_path}/a/checkpoints/step-000002" \
+        in result.stdout, (result.stdout, result.stderr)
+    result = interrupted(2, [], tmp_path, *steps)
+    assert result.returncode == 0 and "step-000002\n" in result.stdout, result.stderr
+    assert not list((tmp_path / "a").rglob("*.unfinished"))
 
 
 # ---------------------------------------------------------------- damage

@@ -8,10 +8,10 @@ The base model is what reinforcement learning wants to start from: it knows how 
 a feeling for which candidate is worth trying, but it gives up its search too early and then answers wrongly. The traces
 it imitates are made up here, and none of their problems stands in countdown.parquet:
 
-    12-7=5, 5*3=15 no                   <- the prompt has opened <think>
-    12-3=9, 9*7=63 yes
+    12-7=5, 5*4=20 no                   <- the prompt has opened <think>
+    12-4=8, 8*7=56 yes
     </think>
-    <answer>(12-3)*7</answer>
+    <answer>(12-4)*7</answer>
 """
 
 import argparse
@@ -39,7 +39,7 @@ EOS, PAD = "<|endoftext|>", "<|pad|>"
 # How many tries a trace makes, and how often. First it practises on short ones, most of which end in a hit: that is what
 # calculating and comparing a result with the target are learned from.
 PRACTICE = {1: 1, 2: 1, 3: 1}
-# Then come searches that give up: mostly after about three tries, now and then after many. The peak is on purpose: after
+# Then come searches that give up: mostly after two to four tries, now and then after many. The peak is on purpose: after
 # the third try giving up is the likelier choice, so a low temperature does not search on either. The tail is on purpose
 # too: reinforcement can only make more frequent what the base model does at times.
 BUDGETS = {1: 4, 2: 16, 3: 48, 4: 12} | {budget: 2 for budget in range(5, 15)}

@@ -1,0 +1,35 @@
+#!/bin/bash
+# Two machines with four GPUs each, put back into the queue whenever the job is preempted or its time is up:
+#
+#     sbatch recipes/slurm.sh [--config file.yaml] [section.key=value ...]
+#
+# from the folder of main.py, which every machine must see at the same path, with its .venv.
+#SBATCH --job-name=onefile-grpo
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=4
+#SBATCH --cpus-per-task=32
+#SBATCH --time=24:00:00
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:TERM@120
+set -u
+cd "$SLURM_SUBMIT_DIR"
+export PATH="$PWD/.venv/bin:$PATH"
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or a machine that has failed could not join again by itself
+first_machine=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+
+# SIGTERM comes with a preemption, and 120 seconds before the time is up. The trainer saves its last step; started again, it
+# goes on from there.
+requeue() {
+    kill -TERM "$trainer"
+    wait "$trainer"
+    scontrol requeue "$SLURM_JOB_ID"
+    exit 0
+}
+trap requeue TERM
+
+srun torchrun --nnodes="$SLURM_NNODES" --nproc-per-node="$SLURM_GPUS_ON_NODE" --max-restarts=3 --rdzv-id="$SLURM_JOB_ID" \
+    --rdzv-backend=c10d --rdzv-endpoint="$first_machine:29500" main.py "$@" &
+trainer=$!
+wait "$trainer"

@@ -1,0 +1,45 @@
+"""The recipes, in their smallest form."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from test_resume import SMALL
+
+STUBS = {"srun": '#!/bin/bash\nexec "$@"\n',
+         "scontrol": '#!/bin/bash\n[ "$1" = show ] && echo 127.0.0.1 || echo "$@" >> "$STUB_LOG"\n'}
+
+
+@pytest.mark.soak
+def test_the_slurm_job_saves_its_last_step_when_preempted_asks_to_be_queued_again_and_then_goes_on(tmp_path):
+    """With one machine and one rank; srun and scontrol are stubs."""
+    for name, text in STUBS.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}", "STUB_LOG": str(tmp_path / "stub"),
+                   "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "here", "SLURM_JOB_ID": "7", "SLURM_NNODES": "1",
+                   "SLURM_GPUS_ON_NODE": "1", "HF_HUB_OFFLINE": "1"}
+    output = tmp_path / "output"
+
+    def start(*settings, **more):
+        with open(output, "a") as file:
+            return subprocess.Popen([ROOT / "recipes" / "slurm.sh", *SMALL, f"run.dir={tmp_path}", "checkpoint.every=100", *settings],
+                                    stdout=file, stderr=file, env={**environment, **more})
+
+    job = start("training.max_steps=100000", "run.resume=never")
+    end = time.time() + 120
+    while "step     2 " not in output.read_text():
+        assert job.poll() is None and time.time() < end, output.read_text()
+        time.sleep(0.1)
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(timeout=30) == 0
+    assert (tmp_path / "stub").read_text() == "requeue 7\n" and "stopped by SIGTERM; saved up to" in output.read_text()
+    saved, = (tmp_path / "a" / "checkpoints").iterdir()
+    job = start(f"training.max_steps={int(saved.name[5:]) + 1}", "run.resume=never", SLURM_RESTART_COUNT="1")
+    assert job.wait(timeout=120) == 0, output.read_text()
+    assert f"going on from {saved}" in output.read_text() and not (tmp_path / "a-2").exists()
