@@ -29,7 +29,7 @@ import transformers
 import yaml
 
 SECONDS_BETWEEN_PROGRESS_LINES = 30  # where stdout is not a terminal
-SECONDS_TO_END_MLFLOW = 5  # for what it has not been told yet
+SECONDS_TO_END_MLFLOW = {"FINISHED": 60, "FAILED": 5, "KILLED": 5}  # for what it has not been told yet
 KEPT = ("metrics.jsonl", "samples.jsonl")  # files that grow, and are cut back when a run goes on from a checkpoint
 
 
@@ -249,10 +249,9 @@ class Logger:
     def _end_mlflow(self, status: str) -> None:
         if self.mlflow_calls is not None:
             self._mlflow("end_run", status)
-            self.mlflow_thread.join(SECONDS_TO_END_MLFLOW)
+            self.mlflow_thread.join(SECONDS_TO_END_MLFLOW[status])
             if self.mlflow_thread.is_alive():
-                print(f"warning: MLflow has not answered for {SECONDS_TO_END_MLFLOW} s and lacks the end of this run; its files are in "
-                      f"{self.folder}")
+                print(f"warning: MLflow is slow to answer and lacks the end of this run; its files are in {self.folder}")
             self.mlflow_calls = None
 
 

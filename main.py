@@ -290,7 +290,7 @@ def setup_distributed() -> tuple[torch.device, dist.Store]:
         if local_ranks > torch.cuda.device_count():
             raise UserError(f"{local_ranks} processes on a machine with {torch.cuda.device_count()} GPUs: start one for each GPU")
         torch.cuda.set_device(device)
-    elif os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun sets 1 where nothing was set
+    elif local_ranks > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # to which torchrun sets it where nobody else did
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         torch.set_num_threads(max(1, cores // local_ranks))
     # A rank waits for the slowest: long enough for an evaluation or a save on one of them, which take minutes at most.
@@ -1087,9 +1087,9 @@ def main(arguments: list[str]) -> int:
     log = lock = None
     code = 0
     try:
-        config = load_config(arguments)
         device, store = setup_distributed()
         with together():
+            config = load_config(arguments)
             lock = claim_run_folder(config) if RANK == 0 else None
         name = [config.run.name]
         dist.broadcast_object_list(name)

@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT))
 import main
 
 torch.set_num_threads(1)  # models this small lose by sharing their work, and more so beside other processes
+os.environ["OMP_NUM_THREADS"] = "1"  # the same for the processes that tests start
 VOCABULARY = 24
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "eos_token_id": 0, "bos_token_id": 1,

@@ -262,7 +262,7 @@ def test_what_a_run_chose_from_its_machine_it_keeps(tmp_path):
 
 def test_nothing_of_the_environment_is_written_or_said(tmp_path):
     secret = "hunter2-hunter2"
-    environment = {**os.environ, "HF_TOKEN": secret, "SOME_PASSWORD": secret, "MLFLOW_TRACKING_USERNAME": secret,
+    environment = {**os.environ, "HF_TOKEN": secret, "SOME_PASSWORD": secret, "MLFLOW_TRACKING_PASSWORD": secret,
                    "MLFLOW_TRACKING_URI": f"http://me:{secret}@127.0.0.1:9"}
     result = run_alone("training.max_steps=1", f"run.dir={tmp_path}", "logging.mlflow=true", env=environment)
     assert result.returncode == 0 and "MLflow failed" in result.stdout

@@ -34,7 +34,7 @@ def without_files(outcome):
 
 
 def uninterrupted(num_ranks, folder, *settings):
-    result = torchrun(num_ranks, "main.py", *SMALL, *settings, f"run.dir={folder}")
+    result = torchrun(num_ranks, "main.py", *SMALL, *settings, f"run.dir={folder}", timeout=900)
     assert result.returncode == 0, result.stderr
     return outcome(folder / "a")
 
