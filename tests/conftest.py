@@ -113,6 +113,7 @@ def stay(code: int) -> int:
 @pytest.fixture(autouse=True)
 def staying(monkeypatch):
     monkeypatch.setattr(main, "leave", stay)
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_ID", raising=False)  # which mlflow itself sets, for processes it might start
 
 
 @pytest.fixture
