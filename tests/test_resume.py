@@ -1,7 +1,9 @@
 """A run that is interrupted, by whatever it is, ends as the one that is not: tolerance 0."""
 
+import hashlib
 import json
 import random
+import re
 import shutil
 import time
 
@@ -24,9 +26,18 @@ def outcome(folder):
     state = json.loads((checkpoint / "state.json").read_text())
     return {"metrics": metrics, "samples": read_jsonl(folder / "samples.jsonl"), "step": checkpoint.name,
             "state": [state[key] for key in ("step", "evaluated", "best", "bad_steps")],
-            "tensors": (checkpoint / "tensors.safetensors").read_bytes(),
-            "best": (folder / "best" / "model.safetensors").read_bytes(), "best of": (folder / "best").readlink().name,
-            "files": sorted(path.name for path in [*folder.iterdir(), *(folder / "checkpoints").iterdir()])}
+            "tensors": digest(checkpoint / "tensors.safetensors"),
+            "best": digest(folder / "best" / "model.safetensors"), "best of": version(folder / "best"),
+            "files": sorted(version(path) for path in [*folder.iterdir(), *(folder / "checkpoints").iterdir()] if path.name != "best")}
+
+
+def digest(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def version(path):
+    """A run killed after it had switched best/ switches it again, to the same in a folder best-000004-2, say: the number does not count."""
+    return re.sub(r"^(best-\d+)-\d+$", r"\1", path.resolve().name)
 
 
 def without_files(outcome):
