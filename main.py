@@ -70,6 +70,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.cache_utils import DynamicLayer
 
 from logger import (
     Logger,
@@ -514,7 +515,38 @@ def positions(attention_mask: torch.Tensor) -> torch.Tensor:
     return (attention_mask.cumsum(-1) - 1).clamp(min=0)
 
 
+def read_prompts(model, ids: torch.Tensor, mask: torch.Tensor):
+    """Left-padded prompts, (prompts, time) -> the keys and values of all their tokens but the last, for any number of answers to
+    go on from: `generate`, and the learner, need that one to start with."""
+    mask = mask[:, :-1]
+    return model.base_model(input_ids=ids[:, :-1], attention_mask=mask, position_ids=positions(mask), use_cache=True).past_key_values
+
+
 TOKENS_PER_SLICE = 16  # after so many tokens the finished answers leave the batch
+
+
+class RoomyLayer(DynamicLayer):
+    """Keys and values of one layer, (rows, heads, time, width), with room behind them for a slice. The library's own layer copies
+    all it holds to append a token, which takes longer than to attend to it."""
+
+    def __init__(self, layer: DynamicLayer):
+        super().__init__()
+        self.keys, self.values, self.is_initialized = layer.keys, layer.values, True
+
+    def batch_select_indices(self, indices):
+        self.roomy = []
+        for held in (self.keys, self.values):
+            rows, heads, time, width = len(indices), *held.shape[1:]
+            self.roomy.append(held.new_empty(rows, heads, time + TOKENS_PER_SLICE, width))
+            self.roomy[-1][:, :, :time] = held[indices]
+        self.keys, self.values = (roomy[:, :, :time] for roomy in self.roomy)
+
+    def update(self, keys, values, *args, **kwargs):
+        time, new_time = self.keys.shape[2], self.keys.shape[2] + keys.shape[2]
+        for roomy, new in zip(self.roomy, (keys, values)):
+            roomy[:, :, time:new_time] = new
+        self.keys, self.values = (roomy[:, :, :new_time] for roomy in self.roomy)
+        return self.keys, self.values
 
 
 def generate_completions(model, prompts: list[list[int]], repeats: torch.Tensor, generation_config,
@@ -524,15 +556,15 @@ def generate_completions(model, prompts: list[list[int]], repeats: torch.Tensor,
     padding = [max(map(len, prompts)) - len(prompt) for prompt in prompts]  # on the left: (questions, prompt time)
     ids = torch.tensor([[0] * pad + prompt for pad, prompt in zip(padding, prompts)], device=model.device)
     mask = torch.tensor([[0] * pad + [1] * len(prompt) for pad, prompt in zip(padding, prompts)], device=model.device)
-    # All but the last prompt token: `generate` reads what the cache lacks, and needs a token to start from.
-    cache = model.base_model(input_ids=ids[:, :-1], attention_mask=mask[:, :-1], position_ids=positions(mask[:, :-1]),
-                             use_cache=True).past_key_values
-    cache.batch_select_indices(repeats)
-    ids, mask = ids[repeats], mask[repeats]  # (questions, prompt time) -> (rows, prompt time)
+    cache = read_prompts(model, ids, mask)
+    cache.layers = [RoomyLayer(layer) if type(layer) is DynamicLayer else layer for layer in cache.layers]  # not: sliding windows
+    rows = repeats
     completions: list[list[int]] = [[] for _ in range(len(repeats))]
     unfinished = list(range(len(repeats)))  # the completion that each row of the batch belongs to
     new_tokens = 0
     while unfinished and new_tokens < max_new_tokens:
+        ids, mask = ids[rows], mask[rows]
+        cache.batch_select_indices(rows)
         generation_config.max_new_tokens = min(TOKENS_PER_SLICE, max_new_tokens - new_tokens)
         sequences = model.generate(ids, attention_mask=mask, past_key_values=cache, generation_config=generation_config)
         new_ids = sequences[:, ids.shape[1]:]  # (rows, slice); after its stop token a row holds only padding
@@ -544,16 +576,13 @@ def generate_completions(model, prompts: list[list[int]], repeats: torch.Tensor,
             if end is None:
                 going_on.append(row)
         ids, mask = sequences, torch.cat([mask, torch.ones_like(new_ids)], dim=1)
-        if len(going_on) < len(unfinished):
-            unfinished = [unfinished[row] for row in going_on]
-            rows = torch.tensor(going_on, dtype=torch.long, device=model.device)
-            ids, mask = ids[rows], mask[rows]
-            cache.batch_select_indices(rows)
+        unfinished = [unfinished[row] for row in going_on]
+        rows = torch.tensor(going_on, dtype=torch.long, device=model.device)
         progress(len(completions) - len(unfinished))
     return completions
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def sample_trajectories(model, tokenizer, task, rows: list[dict], num_samples: int, config: Config, progress) -> list[Trajectory]:
     """`num_samples` answers to each row, those to one row side by side, at most `sampling.max_rows` at a time."""
     generation_config = make_generation_config(model, tokenizer, config)
