@@ -646,17 +646,31 @@ class Policy(nn.Module):
         super().__init__()
         self.model, self.temperature, self.mixed = model, temperature, mixed
 
-    def forward(self, input_ids, attention_mask, completion_mask):
-        """(rows, time) each -> log-probability and entropy of each completion token, (tokens,), row after row."""
-        with torch.autocast(input_ids.device.type, torch.bfloat16, enabled=self.mixed):
-            output = self.model.base_model(input_ids=input_ids, attention_mask=attention_mask,
-                                           position_ids=positions(attention_mask), use_cache=False)
-            # The state at t predicts the token at t + 1. Only completion tokens reach the vocabulary projection:
-            hidden = output.last_hidden_state[:, :-1][completion_mask[:, 1:]]  # (rows, time, width) -> (tokens, width)
-            targets = input_ids[:, 1:][completion_mask[:, 1:]]                 # (rows, time) -> (tokens,)
+    def forward(self, prompt_ids, prompt_mask, passes):
+        """As `collate` makes them -> log-probability and entropy of each completion token, (tokens,), row after row."""
+        with torch.autocast(prompt_ids.device.type, torch.bfloat16, enabled=self.mixed):
+            # With gradient checkpointing the model's layers refuse a cache, so every row has to read its prompt itself.
+            cache = None if self.model.is_activation_checkpointing else read_prompts(self.model, prompt_ids, prompt_mask)
+            hidden, targets = [], []
+            for prompt_of_row, completion_ids, completion_mask in passes:
+                time, rows_cache = completion_ids.shape[1], None
+                # The state at t predicts the token at t + 1: the last prompt token counts, the last token of all is not read.
+                ids = torch.cat([prompt_ids[prompt_of_row], completion_ids[:, :-1]], 1)  # (rows, prompt time + time - 1)
+                mask = torch.cat([prompt_mask[prompt_of_row], completion_mask[:, :-1]], 1)
+                places = positions(mask)
+                if cache is not None:
+                    rows_cache = copy.copy(cache)
+                    rows_cache.layers = [copy.copy(layer) for layer in cache.layers]
+                    rows_cache.batch_select_indices(prompt_of_row)
+                    ids, places = ids[:, -time:], places[:, -time:]
+                output = self.model.base_model(input_ids=ids, attention_mask=mask, position_ids=places, past_key_values=rows_cache,
+                                               use_cache=cache is not None)
+                hidden.append(output.last_hidden_state[:, -time:][completion_mask])  # (rows, time, width) -> (tokens, width)
+                targets.append(completion_ids[completion_mask])                      # (rows, time) -> (tokens,)
+            # Only these reach the vocabulary projection, in chunks whose logits are dropped and recomputed in the backward pass, so
+            # that logits for all tokens, by far the largest tensor of all, never exist at once.
+            hidden, targets = torch.cat(hidden), torch.cat(targets)
             size = max(1, LOGITS_PER_CHUNK // self.model.config.get_text_config().vocab_size)
-            # It goes in chunks whose logits are dropped and recomputed in the backward pass, so that
-            # logits for all tokens, by far the largest tensor of all, never exist at once.
             chunks = [checkpoint(self.token_logprobs, h, t, type(output), use_reentrant=False)
                       for h, t in zip(hidden.split(size), targets.split(size))]
             return tuple(torch.cat(pieces) for pieces in zip(*chunks))
@@ -689,16 +703,25 @@ def make_micro_batches(trajectories: list[Trajectory], tokens_per_micro_batch: i
     return batches
 
 
-def collate(trajectories: list[Trajectory], device: torch.device) -> dict[str, torch.Tensor]:
-    """Token ids and masks, (rows, time), padded on the right. The masks come from lengths."""
-    time = max(trajectory.length for trajectory in trajectories)
-    lengths = [(len(t.prompt_ids), len(t.completion_ids), time - t.length) for t in trajectories]
-    rows = {
-        "input_ids": [t.prompt_ids + t.completion_ids + [0] * (time - t.length) for t in trajectories],
-        "attention_mask": [[1] * (prompt + completion) + [0] * padding for prompt, completion, padding in lengths],
-        "completion_mask": [[False] * prompt + [True] * completion + [False] * padding for prompt, completion, padding in lengths],
-    }
-    return {name: torch.tensor(values, device=device) for name, values in rows.items()}
+ROWS_PER_PASS = 16  # that the learner takes through the model side by side; those of a micro-batch are sorted by length
+
+
+def collate(trajectories: list[Trajectory], device: torch.device) -> dict[str, torch.Tensor | list]:
+    """Each different prompt once, padded on the left, (prompts, prompt time). Then for each pass the prompt of each row, (rows,), and its
+    completion, padded on the right, (rows, time), with its mask. Masks come from lengths."""
+    place = {prompt: i for i, prompt in enumerate(dict.fromkeys(tuple(trajectory.prompt_ids) for trajectory in trajectories))}
+    prompt_time = max(map(len, place))
+    passes = []
+    for start in range(0, len(trajectories), ROWS_PER_PASS):
+        rows = trajectories[start:start + ROWS_PER_PASS]
+        padding = [max(len(row.completion_ids) for row in rows) - len(row.completion_ids) for row in rows]
+        passes.append([torch.tensor(values, device=device) for values in (
+            [place[tuple(row.prompt_ids)] for row in rows],
+            [row.completion_ids + [0] * pad for row, pad in zip(rows, padding)],
+            [[True] * len(row.completion_ids) + [False] * pad for row, pad in zip(rows, padding)])])
+    return {"prompt_ids": torch.tensor([[0] * (prompt_time - len(prompt)) + [*prompt] for prompt in place], device=device),
+            "prompt_mask": torch.tensor([[False] * (prompt_time - len(prompt)) + [True] * len(prompt) for prompt in place], device=device),
+            "passes": passes}
 
 
 def policy_loss(logprobs: torch.Tensor, advantages: torch.Tensor, B: int, L: int) -> torch.Tensor:
@@ -848,7 +871,7 @@ def prepare(config: Config, device: torch.device, log: Logger) -> Run:
     # One backward pass and one step of nothing, so that a fresh run starts out as a resumed one does: DDP arranges its buckets
     # anew after its first pass, and from three ranks on sums then differ in the last bit; AdamW's first step makes its moments.
     policy.train()
-    logprobs, _ = policy(**collate([Trajectory({}, [0], [0], "", False)], device))
+    logprobs, _ = policy(**collate([Trajectory({}, [0, 0], [0], "", False)], device))
     logprobs.sum().backward()
     policy.zero_grad(set_to_none=False)
     optimizer.step()

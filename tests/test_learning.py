@@ -1,5 +1,6 @@
 """The gradient: against a formula in plain loops, and the same however the batch is cut, ordered, padded or shared."""
 
+import dataclasses
 import json
 import random
 from pathlib import Path
@@ -89,15 +90,19 @@ def test_the_order_of_rows_and_gradient_checkpointing_do_not_change_the_gradient
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_padding_on_either_side_gives_the_same_log_probabilities(architecture):
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_rows_log_probabilities_do_not_depend_on_the_rows_beside_it(architecture, checkpointing):
+    """On longer prompts and completions, which pad its own, or on the same prompt, which is read once for all its rows."""
     trajectories = make_trajectories(8)
-    policy = main.Policy(make_model(architecture, DTYPE[architecture]), TEMPERATURE, mixed=False)
+    trajectories += [dataclasses.replace(t, completion_ids=t.completion_ids[::-1]) for t in trajectories[:4]]
+    model = make_model(architecture, DTYPE[architecture]).train()
+    if checkpointing:
+        model.activation_checkpointing_enable()
+    policy = main.Policy(model, TEMPERATURE, mixed=False)
     batch = main.collate(trajectories, torch.device("cpu"))
-    lengths = batch["attention_mask"].sum(1).tolist()
-    left = {name: torch.stack([row.roll(len(row) - length) for row, length in zip(tensor, lengths)])
-            for name, tensor in batch.items()}
-    assert left["attention_mask"][:, -1].all() and not batch["attention_mask"][:, -1].all()
-    assert torch.allclose(policy(**batch)[0], policy(**left)[0], rtol=0, atol=BOUND[DTYPE[architecture]])
+    assert len(batch["prompt_ids"]) == 8 and not batch["prompt_mask"].all() and not batch["completion_mask"].all()
+    alone = torch.cat([policy(**main.collate([trajectory], torch.device("cpu")))[0] for trajectory in trajectories])
+    assert torch.allclose(policy(**batch)[0], alone, rtol=0, atol=BOUND[DTYPE[architecture]])
 
 
 def test_dropout_is_off_whatever_the_models_config_says(model_folder):

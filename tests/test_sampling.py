@@ -111,7 +111,8 @@ def test_the_stop_token_is_trained_on_and_padding_is_not_where_both_are_one_id(o
     batch = main.collate(trajectories, one_rank)
     assert batch["completion_mask"].sum(1).tolist() == [len(t.completion_ids) for t in trajectories]
     for i, trajectory in enumerate(trajectories):
-        assert batch["completion_mask"][i, trajectory.length - 1] and not batch["completion_mask"][i, trajectory.length:].any()
+        length = len(trajectory.completion_ids)
+        assert batch["completion_mask"][i, :length].all() and not batch["completion_mask"][i, length:].any()
 
     config = make_config(training__num_samples_per_step=3, training__max_new_gen_tokens=30, training__max_grad_norm=None)
     policy = DistributedDataParallel(main.Policy(model, 1.0, mixed=False))
