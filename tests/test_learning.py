@@ -91,7 +91,7 @@ def test_the_order_of_rows_and_gradient_checkpointing_do_not_change_the_gradient
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_rows_log_probabilities_do_not_depend_on_the_rows_beside_it(architecture, checkpointing):
+def test_a_rows_log_probabilities_do_not_depend_on_the_rows_beside_it(architecture, checkpointing, monkeypatch):
     """On longer prompts and completions, which pad its own, or on the same prompt, which is read once for all its rows."""
     trajectories = make_trajectories(8)
     trajectories += [dataclasses.replace(t, completion_ids=t.completion_ids[::-1]) for t in trajectories[:4]]
@@ -99,8 +99,9 @@ def test_a_rows_log_probabilities_do_not_depend_on_the_rows_beside_it(architectu
     if checkpointing:
         model.activation_checkpointing_enable()
     policy = main.Policy(model, TEMPERATURE, mixed=False)
+    monkeypatch.setattr(main, "ROWS_PER_PASS", 5)
     batch = main.collate(trajectories, torch.device("cpu"))
-    assert len(batch["prompt_ids"]) == 8 and not batch["prompt_mask"].all() and not batch["completion_mask"].all()
+    assert len(batch["prompt_ids"]) == 8 and not batch["prompt_mask"].all() and not batch["passes"][0][2].all()
     alone = torch.cat([policy(**main.collate([trajectory], torch.device("cpu")))[0] for trajectory in trajectories])
     assert torch.allclose(policy(**batch)[0], alone, rtol=0, atol=BOUND[DTYPE[architecture]])
 

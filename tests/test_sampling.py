@@ -108,11 +108,10 @@ def test_the_stop_token_is_trained_on_and_padding_is_not_where_both_are_one_id(o
     assert any(not t.truncated for t in trajectories) and len({t.length for t in trajectories}) > 3
     for i, trajectory in enumerate(trajectories):
         trajectory.advantage = float(not trajectory.truncated) * (1 + i % 3)
-    batch = main.collate(trajectories, one_rank)
-    assert batch["completion_mask"].sum(1).tolist() == [len(t.completion_ids) for t in trajectories]
-    for i, trajectory in enumerate(trajectories):
+    masks = [row for _, _, mask in main.collate(trajectories, one_rank)["passes"] for row in mask]
+    for row, trajectory in zip(masks, trajectories, strict=True):
         length = len(trajectory.completion_ids)
-        assert batch["completion_mask"][i, :length].all() and not batch["completion_mask"][i, length:].any()
+        assert row[:length].all() and not row[length:].any()
 
     config = make_config(training__num_samples_per_step=3, training__max_new_gen_tokens=30, training__max_grad_norm=None)
     policy = DistributedDataParallel(main.Policy(model, 1.0, mixed=False))
