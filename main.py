@@ -66,6 +66,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    ContinuousBatchingConfig,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -105,6 +106,17 @@ def blame(what: str, kinds: tuple[type[Exception], ...] = (Exception,)):
         raise UserError(f"{what} ({type(error).__name__}: {' '.join(str(error).split())[:300]})") from error
 
 
+@contextmanager
+def enough_memory(advice: str):
+    """Running out of memory is no mystery to the user either: `advice` says which key to change."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):  # the last from a CPU
+            raise UserError(f"out of memory while {advice}") from error
+        raise
+
+
 # ================================================================ configuration
 # config.yaml <- --config files <- section.key=value. config.yaml holds every default; these classes hold types and bounds.
 
@@ -121,6 +133,7 @@ Flag = Annotated[bool, "true or false", lambda value: True]
 class ModelConfig:
     name: Text
     precision: Literal["mixed", "bfloat16", "float32"] | None
+    attention: Text | None
     gradient_checkpointing: Flag
 
 @dataclass
@@ -153,6 +166,7 @@ class TrainingConfig:
 
 @dataclass
 class SamplingConfig:
+    engine: Literal["generate", "continuous", "auto"]
     temperature: Positive
     top_p: Share
     top_k: Natural
@@ -193,7 +207,7 @@ class Config:
 
 # What may differ between two starts of one experiment. A run's default name is made of all the other keys.
 NOT_THE_EXPERIMENT = {"training.max_steps", "training.max_bad_steps", "training.tokens_per_micro_batch", "sampling.max_rows",
-                      "model.gradient_checkpointing", "validation.every", "checkpoint.every", "checkpoint.keep",
+                      "sampling.engine", "model.attention", "model.gradient_checkpointing", "validation.every", "checkpoint.every", "checkpoint.keep",
                       "run.dir", "run.name", "run.resume", "run.resume_anyway", "logging.mlflow"}
 
 
@@ -413,7 +427,8 @@ def questions(rows: list[dict], step: int, config: Config) -> list[dict]:
 def load_model(config: Config, device: torch.device):
     name = beside_main(config.model.name)
     dtype = torch.bfloat16 if config.model.precision == "bfloat16" else torch.float32
-    with blame(f"model.name={name!r} cannot be loaded; give a folder with a model and its tokenizer, or a hub id within reach"):
+    attention = f" with model.attention={config.model.attention!r}" if config.model.attention else ""
+    with blame(f"model.name={name!r} cannot be loaded{attention}; give a folder with a model and its tokenizer, or a hub id within reach"):
         # trust_remote_code: false, or the library would ask whether to run a model's own code, and wait for an answer.
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         model_config = AutoConfig.from_pretrained(name, trust_remote_code=False)
@@ -422,7 +437,7 @@ def load_model(config: Config, device: torch.device):
             if "dropout" in key or key.endswith("pdrop"):
                 setattr(model_config, key, 0.0)
         model, loading = AutoModelForCausalLM.from_pretrained(name, config=model_config, dtype=dtype, output_loading_info=True,
-                                                              trust_remote_code=False)
+                                                              attn_implementation=config.model.attention, trust_remote_code=False)
     if loading["missing_keys"]:
         raise UserError(f"model.name={name!r} lacks the weights {', '.join(sorted(loading['missing_keys'])[:3])}")
     if tokenizer.eos_token_id is None:
@@ -549,6 +564,7 @@ class RoomyLayer(DynamicLayer):
         return self.keys, self.values
 
 
+@torch.inference_mode()
 def generate_completions(model, prompts: list[list[int]], repeats: torch.Tensor, generation_config,
                          max_new_tokens: int, progress) -> list[list[int]]:
     """One completion for each entry of `repeats`, the index of its prompt. Each prompt is read once, its cache repeated."""
@@ -582,7 +598,27 @@ def generate_completions(model, prompts: list[list[int]], repeats: torch.Tensor,
     return completions
 
 
-@torch.inference_mode()
+def generate_continuously(model, prompts: list[list[int]], num_samples: int, generation_config, config: Config) -> list[list[int]]:
+    """`num_samples` completions of each prompt by transformers' continuous batching: a finished row makes room for the next at once, keys
+    and values lie in pages, and a GPU runs CUDA graphs. It is set up anew for each call, or it would go on using keys of old weights."""
+    attention = model.config._attn_implementation
+    generation_config.max_new_tokens, generation_config.num_return_sequences = config.training.max_new_gen_tokens, num_samples
+    rows = min(config.sampling.max_rows, len(prompts) * num_samples)
+    batching = ContinuousBatchingConfig(max_requests_per_batch=rows, max_batch_tokens=max(2 * rows, 256), seed=int(torch.randint(2**31, ())))
+    # As much memory as the rows may need; left to itself it would take nearly all that is free.
+    batching.num_blocks = rows * math.ceil((max(map(len, prompts)) + generation_config.max_new_tokens) / batching.page_size)
+    try:
+        results = list(model.generate_batch(prompts, generation_config, batching).values())
+    finally:
+        model.set_attn_implementation(attention)
+    # What goes wrong inside is logged, not raised, and the answers that there are come back.
+    errors = {result.error for result in results if result.error}
+    if errors or len(results) < len(prompts) * num_samples:
+        kind = torch.OutOfMemoryError if "out of memory" in str(errors) else RuntimeError
+        raise kind(f"continuous batching returned {len(results)} of {len(prompts) * num_samples} answers, with the errors {errors or '{}'}")
+    return [result.generated_tokens for result in results]
+
+
 def sample_trajectories(model, tokenizer, task, rows: list[dict], num_samples: int, config: Config, progress) -> list[Trajectory]:
     """`num_samples` answers to each row, those to one row side by side, at most `sampling.max_rows` at a time."""
     generation_config = make_generation_config(model, tokenizer, config)
@@ -590,25 +626,45 @@ def sample_trajectories(model, tokenizer, task, rows: list[dict], num_samples: i
     model.generation_config = generation_config  # so that `generate` finds nothing else to inherit
     model.eval()  # in train mode gradient checkpointing drops the cache
     prompts = [encode_prompt(row, task, tokenizer, config) for row in rows]
-    trajectories, total = [], len(rows) * num_samples
+    completions, total = [], len(rows) * num_samples
+    at_once, L = min(config.sampling.max_rows, total), config.training.max_new_gen_tokens
+    advice = (f"lower sampling.max_rows from {config.sampling.max_rows} to {at_once // 2}" if at_once > 1 else
+              f"lower training.max_new_gen_tokens from {L} to {L // 2}")
     try:
-        for start in range(0, total, config.sampling.max_rows):
-            stop = min(start + config.sampling.max_rows, total)
-            first, last = start // num_samples, (stop - 1) // num_samples  # the questions that this call answers
-            repeats = torch.arange(start, stop, device=model.device) // num_samples - first
-            completions = generate_completions(model, prompts[first:last + 1], repeats, copy.copy(generation_config),
-                                               config.training.max_new_gen_tokens,
-                                               lambda finished, start=start: progress(start + finished, total))
-            for i, completion_ids in enumerate(completions, start):
-                truncated = completion_ids[-1] not in generation_config.eos_token_id
-                text = tokenizer.decode(completion_ids if truncated else completion_ids[:-1],
-                                        clean_up_tokenization_spaces=False)
-                question = i // num_samples
-                trajectories.append(Trajectory(rows[question], prompts[question], completion_ids, text, truncated))
+        with enough_memory(f"sampling: {advice}"):
+            if config.sampling.engine == "continuous":
+                completions = generate_continuously(model, prompts, num_samples, copy.copy(generation_config), config)
+            while len(completions) < total:
+                start = len(completions)
+                stop = min(start + config.sampling.max_rows, total)
+                first, last = start // num_samples, (stop - 1) // num_samples  # the questions that this call answers
+                repeats = torch.arange(start, stop, device=model.device) // num_samples - first
+                completions += generate_completions(model, prompts[first:last + 1], repeats, copy.copy(generation_config),
+                                                    L, lambda finished, start=start: progress(start + finished, total))
     finally:
         model.generation_config = own_generation_config  # `save_pretrained` writes it
         model.train(was_training)
+    trajectories = []
+    for i, completion_ids in enumerate(completions):
+        truncated = completion_ids[-1] not in generation_config.eos_token_id
+        text = tokenizer.decode(completion_ids if truncated else completion_ids[:-1], clean_up_tokenization_spaces=False)
+        trajectories.append(Trajectory(rows[i // num_samples], prompts[i // num_samples], completion_ids, text, truncated))
     return trajectories
+
+
+def choose_engine(run: "Run") -> None:
+    """sampling.engine=auto: each engine answers the first step's questions, and the faster one on rank 0 is taken, for good."""
+    seconds = {}
+    for engine in ("generate", "continuous"):
+        run.config.sampling.engine = engine
+        started = time.perf_counter()
+        sample_trajectories(run.sampler, run.tokenizer, run.task, questions(run.training_rows, 1, run.config),
+                            run.config.training.k_best_of_n[1], run.config, lambda *_: None)
+        seconds[engine] = time.perf_counter() - started
+    fastest = [min(seconds, key=seconds.get)]
+    dist.broadcast_object_list(fastest)
+    run.config.sampling.engine, = fastest
+    run.log.say(f"sampling.engine=auto: {', '.join(f'{engine} {each:.1f} s' for engine, each in seconds.items())}; takes {fastest[0]}")
 
 
 # ================================================================ rewards and advantages
@@ -651,44 +707,45 @@ class Policy(nn.Module):
         with torch.autocast(prompt_ids.device.type, torch.bfloat16, enabled=self.mixed):
             # With gradient checkpointing the model's layers refuse a cache, so every row has to read its prompt itself.
             cache = None if self.model.is_activation_checkpointing else read_prompts(self.model, prompt_ids, prompt_mask)
-            hidden, targets = [], []
-            for prompt_of_row, completion_ids, completion_mask in passes:
-                time, rows_cache = completion_ids.shape[1], None
-                # The state at t predicts the token at t + 1: the last prompt token counts, the last token of all is not read.
-                ids = torch.cat([prompt_ids[prompt_of_row], completion_ids[:, :-1]], 1)  # (rows, prompt time + time - 1)
-                mask = torch.cat([prompt_mask[prompt_of_row], completion_mask[:, :-1]], 1)
-                places = positions(mask)
-                if cache is not None:
-                    rows_cache = copy.copy(cache)
-                    rows_cache.layers = [copy.copy(layer) for layer in cache.layers]
-                    rows_cache.batch_select_indices(prompt_of_row)
-                    ids, places = ids[:, -time:], places[:, -time:]
-                output = self.model.base_model(input_ids=ids, attention_mask=mask, position_ids=places, past_key_values=rows_cache,
-                                               use_cache=cache is not None)
-                hidden.append(output.last_hidden_state[:, -time:][completion_mask])  # (rows, time, width) -> (tokens, width)
-                targets.append(completion_ids[completion_mask])                      # (rows, time) -> (tokens,)
+            states = [self.completion_states(prompt_ids[rows], prompt_mask[rows], completion_ids, completion_mask, cache, rows)
+                      for rows, completion_ids, completion_mask in passes]
+            hidden, targets = (torch.cat(pieces) for pieces in zip(*states))
             # Only these reach the vocabulary projection, in chunks whose logits are dropped and recomputed in the backward pass, so
             # that logits for all tokens, by far the largest tensor of all, never exist at once.
-            hidden, targets = torch.cat(hidden), torch.cat(targets)
             size = max(1, LOGITS_PER_CHUNK // self.model.config.get_text_config().vocab_size)
-            chunks = [checkpoint(self.token_logprobs, h, t, type(output), use_reentrant=False)
-                      for h, t in zip(hidden.split(size), targets.split(size))]
+            chunks = [checkpoint(self.token_logprobs, h, t, use_reentrant=False) for h, t in zip(hidden.split(size), targets.split(size))]
             return tuple(torch.cat(pieces) for pieces in zip(*chunks))
 
-    def token_logprobs(self, hidden, targets, output_class):
+    def completion_states(self, prompt_ids, prompt_mask, completion_ids, completion_mask, cache, rows):
+        """(rows, prompt time) and (rows, time) -> the state that predicts each completion token, (tokens, width), and that token."""
+        # The state at t predicts the token at t + 1: the last prompt token counts, and the last of all is not read.
+        ids = torch.cat([prompt_ids, completion_ids[:, :-1]], 1)  # (rows, prompt time + time - 1)
+        mask = torch.cat([prompt_mask, completion_mask[:, :-1]], 1)
+        places, time = positions(mask), completion_ids.shape[1]
+        if cache is not None:
+            ids, places = ids[:, -time:], places[:, -time:]
+            cache = copy.copy(cache)
+            cache.layers = [copy.copy(layer) for layer in cache.layers]
+            cache.batch_select_indices(rows)
+        output = self.model.base_model(input_ids=ids, attention_mask=mask, position_ids=places, past_key_values=cache,
+                                       use_cache=cache is not None)
+        self.output_class = type(output)
+        return output.last_hidden_state[:, -time:][completion_mask], completion_ids[completion_mask]
+
+    def token_logprobs(self, hidden, targets):
         """(tokens, width) and (tokens,) -> log-probability and entropy, (tokens,) each, at the sampling temperature."""
         # The model's own forward, with its body swapped out, so that whatever it does after the projection (Gemma 2
         # caps its logits, others scale them) is done here as well.
         body = self.model.base_model
-        body.forward = lambda *_, inputs_embeds, **__: output_class(last_hidden_state=inputs_embeds)
+        body.forward = lambda *_, inputs_embeds, **__: self.output_class(last_hidden_state=inputs_embeds)
         try:
             logits = self.model(inputs_embeds=hidden[None]).logits[0]  # (tokens, vocabulary)
         finally:
             del body.forward
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
-        logprobs = logits.log_softmax(-1)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logprobs = (logits / self.temperature).log_softmax(-1)
         with torch.no_grad():
-            entropies = -(logprobs.exp() * logprobs).sum(-1)
+            entropies = -logprobs.exp().mul_(logprobs).sum(-1)
         return logprobs.gather(-1, targets[:, None])[:, 0], entropies
 
 
@@ -766,6 +823,19 @@ def policy_gradient(policy: DistributedDataParallel, trajectories: list[Trajecto
     if not math.isfinite(grad_norm) or not math.isfinite(loss_sum):
         return {"loss": None, "entropy": None, "grad_norm": None, "updated": 0, "non_finite": 1}
     return {"loss": loss_sum / WORLD_SIZE, "entropy": entropy_sum / num_tokens, "grad_norm": grad_norm, "updated": 1, "non_finite": 0}
+
+
+def learning_advice(trajectories: list[Trajectory], config: Config) -> str:
+    """For when memory runs out: what costs least first."""
+    longest, total = max(trajectory.length for trajectory in trajectories), sum(trajectory.length for trajectory in trajectories)
+    budget, L = config.training.tokens_per_micro_batch, config.training.max_new_gen_tokens
+    if (fits := min(budget, total) // 2) >= longest:
+        return f"lower training.tokens_per_micro_batch from {budget} to {fits}"
+    if not config.model.gradient_checkpointing:
+        return "change model.gradient_checkpointing from false to true"
+    if config.model.precision != "bfloat16":
+        return f"change model.precision from {config.model.precision} to bfloat16"
+    return f"lower training.max_new_gen_tokens from {L} to {L // 2}"
 
 
 def scheduled_learning_rate(step: int, config: Config) -> float:
@@ -853,6 +923,7 @@ class Run:
             yield
 
 
+@enough_memory("preparing: take a smaller model, or change model.precision to bfloat16")
 def prepare(config: Config, device: torch.device, log: Logger) -> Run:
     with together():
         task = load_task(config.task.name)
@@ -946,6 +1017,8 @@ def find_checkpoint(config: Config, folder: Path) -> tuple[Path, int, dict] | No
 def adopt_settings(saved: dict, config: Config, log: Logger) -> None:
     """Takes over what the run once chose from its machine, and refuses settings that would make it another experiment."""
     config.model.precision = config.model.precision or saved["config"]["model.precision"]
+    if config.sampling.engine == "auto":
+        config.sampling.engine = saved["config"]["sampling.engine"]
     then, now = dict(saved["config"]), flatten(config)
     for settings, num_ranks in ((then, saved["num_ranks"]), (now, WORLD_SIZE)):
         settings["training.num_samples_per_step"] = f"{settings['training.num_samples_per_step'] * num_ranks} over all ranks"
@@ -1103,7 +1176,7 @@ def training_step(run: Run) -> None:
     groups = [trajectories[i:i + n] for i in range(0, len(trajectories), n)]
     for group in groups:
         compute_advantages(group, config, stream)
-    with run.log.progress("learning") as progress:
+    with run.log.progress("learning") as progress, enough_memory(f"learning: {learning_advice(trajectories, config)}"):
         learning = policy_gradient(run.policy, trajectories, config, run.device, progress)
     learning_rate = scheduled_learning_rate(step, config)
     for parameters in run.optimizer.param_groups:
@@ -1154,6 +1227,8 @@ def main(arguments: list[str]) -> int:
         run = prepare(config, device, log)
         if checkpoint:
             load_checkpoint(run, *checkpoint)
+        if config.sampling.engine == "auto":
+            choose_engine(run)
         log.start(run.model, len(run.training_rows), len(run.validation_rows), WORLD_SIZE, checkpoint)
         with stop_signals(run, store):
             train(run)

@@ -32,14 +32,15 @@ def sample(model, prompts, num_samples, eos=0, pad=0, **overrides):
                                     lambda *_: None)
 
 
+@pytest.mark.parametrize("engine", ["generate", "continuous"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_samples_follow_the_models_softmax_whatever_its_generation_config_says(temperature, tmp_path):
+def test_samples_follow_the_models_softmax_whatever_its_generation_config_says(engine, temperature, tmp_path):
     model = make_model()
     model.generation_config = GenerationConfig(do_sample=True, temperature=0.3, top_k=1, top_p=0.5, min_p=0.3, typical_p=0.5,
                                                repetition_penalty=2.0, no_repeat_ngram_size=1, eos_token_id=0)
     num_samples = 6000
     trajectories = sample(model, [PROMPTS[0]], num_samples, sampling__temperature=temperature, training__max_new_gen_tokens=2,
-                          sampling__max_rows=num_samples)
+                          sampling__max_rows={"generate": num_samples, "continuous": 250}[engine], sampling__engine=engine)
     # Every pair of tokens, the second after the first: a repetition penalty would show in the second only.
     expected = torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.float64)
     for first in range(VOCABULARY):
@@ -144,6 +145,47 @@ def test_sampling_works_with_gradient_checkpointing_on_and_leaves_the_model_in_t
     torch.manual_seed(0)
     assert [t.completion_ids for t in sample(model, PROMPTS, 2, training__max_new_gen_tokens=12)] == plain
     assert model.training
+
+
+@pytest.mark.parametrize("engine", ["generate", "continuous"])
+def test_each_call_samples_from_the_weights_as_they_are_and_leaves_the_model_as_it_was(engine):
+    model = make_model().train()
+
+    def answers():
+        return [t.completion_ids for t in sample(model, PROMPTS, 2, sampling__top_k=1, training__max_new_gen_tokens=20, sampling__engine=engine)]
+
+    def greedy(prompt):
+        ids = list(prompt)
+        for _ in range(20):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+            if ids[-1] == 0:
+                break
+        return ids[len(prompt):]
+
+    before = answers()
+    with torch.no_grad():  # as an optimizer step does, in place
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    after = answers()
+    assert after != before and after == [greedy(prompt) for prompt in PROMPTS for _ in range(2)]
+    assert model.training and model.config._attn_implementation == "sdpa"
+    model(torch.tensor([PROMPTS[0]])).logits.sum().backward()  # nothing of inference mode is left behind in it
+
+
+def test_the_continuous_engine_repeats_itself_with_the_seed_and_only_with_it():
+    def draw(seed):
+        main.random_stream(seed, 1, "train")
+        return [t.completion_ids for t in sample(model, PROMPTS, 3, training__max_new_gen_tokens=10, sampling__engine="continuous")]
+    model = make_model()
+    assert draw(0) == draw(0) != draw(1)
+
+
+def test_an_answer_that_continuous_batching_has_lost_stops_the_run(monkeypatch):
+    model = make_model()
+    complete = type(model).generate_batch
+    monkeypatch.setattr(type(model), "generate_batch", lambda *arguments: dict(list(complete(*arguments).items())[1:]))
+    with pytest.raises(RuntimeError, match="returned 5 of 6 answers"):
+        sample(model, PROMPTS, 2, training__max_new_gen_tokens=4, sampling__engine="continuous")
 
 
 def test_the_chat_style_puts_the_same_question_through_the_template():
