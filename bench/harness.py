@@ -92,3 +92,88 @@ def finish(result: dict) -> None:
     """The last line is one JSON object. The process ends as main.py does."""
     say(json.dumps(result))
     main.leave(0)
+
+
+# ---------------------------------------------------------------- what the machine can do, and what a step asks of it
+
+def ceilings(device, dtype) -> tuple[float, float]:
+    """Matrix multiply rate in FLOP/s and copy bandwidth in bytes/s, on all ranks at the same time, as they run in a step."""
+    size, megabytes = (8192, 4096) if device.type == "cuda" else (1536, 256)
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    source = torch.empty(megabytes * 2**20, dtype=torch.uint8, device=device).fill_(1)
+    target = torch.empty_like(source)
+    return (2 * size**3 / fastest(lambda: torch.mm(a, b), device), 2 * source.numel() / fastest(lambda: target.copy_(source), device))
+
+
+def fastest(work, device, times: int = 5) -> float:
+    seconds = []
+    for _ in range(times + 1):
+        main.dist.barrier()
+        started = main.time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(main.time.perf_counter() - started)
+    return min(seconds[1:])
+
+
+def body_and_head(model) -> tuple[int, int]:
+    """Weights that every token meets, and those of the vocabulary projection, which only completion tokens meet."""
+    head = model.get_output_embeddings().weight.numel()
+    embeddings = {id(module.weight): module.weight.numel() for module in (model.get_input_embeddings(), model.get_output_embeddings())}
+    return sum(parameter.numel() for parameter in model.parameters()) - sum(embeddings.values()), head
+
+
+def learning_flops(model, trajectories) -> float:
+    """Forward and backward over what there is to learn from, each prompt read once: no padding, nothing computed twice."""
+    body, head = body_and_head(model)
+    width, layers = model.config.hidden_size, model.config.num_hidden_layers
+    learned = [trajectory for trajectory in trajectories if trajectory.advantage != 0]
+    prompts = {tuple(trajectory.prompt_ids) for trajectory in learned}
+    spans = [(0, len(prompt)) for prompt in prompts] + [(len(t.prompt_ids), t.length) for t in learned]
+    tokens = sum(last - first for first, last in spans)
+    attended = sum((last * (last + 1) - first * (first + 1)) / 2 for first, last in spans)
+    return 3 * (2 * body * tokens + 2 * head * sum(len(t.completion_ids) for t in learned) + 4 * width * layers * attended)
+
+
+def sampling_floors(model, trajectories, max_rows: int) -> tuple[float, float]:
+    """Bytes that have to be read and FLOP that have to be done to sample these: the weights once a token for all rows of a call, each
+    row's keys and values once a token."""
+    config = model.config
+    body, head = body_and_head(model)
+    size = next(model.parameters()).element_size()
+    head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    cache_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * head_width * size
+    calls = [trajectories[i:i + max_rows] for i in range(0, len(trajectories), max_rows)]
+    steps = sum(max(len(t.completion_ids) for t in call) for call in calls)
+    tokens = sum(len(t.completion_ids) for t in trajectories)
+    attended = sum((t.length * (t.length + 1) - len(t.prompt_ids) * (len(t.prompt_ids) + 1)) / 2 for t in trajectories)
+    return (steps * (body + head) * size + attended * cache_bytes,
+            2 * (body + head) * tokens + 4 * config.hidden_size * config.num_hidden_layers * attended)
+
+
+def peak_memory(run, reset: bool) -> float:
+    """Of this rank since the last reset, in GB: its tensors on a GPU, the whole process on Linux."""
+    if run.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated()
+        if reset:
+            torch.cuda.reset_peak_memory_stats()
+        return peak / 1e9
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return float("nan")
+    peak = next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    return peak / 1e9
+
+
+def never_stop() -> None:
+    """All answers run to the limit."""
+    original = main.make_generation_config
+
+    def make_generation_config(*arguments):
+        generation_config = original(*arguments)
+        generation_config.eos_token_id = [-1]
+        return generation_config
+    main.make_generation_config = make_generation_config
