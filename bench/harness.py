@@ -174,6 +174,6 @@ def never_stop() -> None:
 
     def make_generation_config(*arguments):
         generation_config = original(*arguments)
-        generation_config.eos_token_id = [-1]
+        generation_config.eos_token_id = [10**9]  # no such token
         return generation_config
     main.make_generation_config = make_generation_config

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import pytest
 import safetensors.torch
 import torch
 from conftest import ROOT, read_jsonl, torchrun
@@ -47,6 +48,7 @@ def make_mistakes(folder):
     in_the_way = write("file", "")
     return [
         (["training.learning_rat=1"], ["training.learning_rat=1", "nearest is training.learning_rate"]),
+        (["model.attention=flash_attention_9"], ["model.name=", "model.attention='flash_attention_9'"]),
         (["training.max_steps=many"], ["training.max_steps='many'", "integer"]),
         (["training.learning_rate=.nan"], ["training.learning_rate=nan", "number above 0"]),
         (["training.k_best_of_n=[1,1]"], ["training.k_best_of_n=[1, 1]", "[G, G]"]),
@@ -106,6 +108,21 @@ def test_a_second_run_in_the_same_folder_is_refused_while_the_first_lives_and_ev
     assert result.stderr.count("exitcode  : 2") == 2 and "main.py\", line" not in result.stderr
     lock.close()
     assert main.main([*TINY, "training.max_steps=0", f"run.dir={tmp_path}"]) == 0
+
+
+# ---------------------------------------------------------------- memory
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says how much address space a process uses")
+@pytest.mark.parametrize(("function", "num_ranks", "advice"), [
+    ("generate_completions", 1, "sampling: lower sampling.max_rows from 1024 to 512"),
+    ("policy_gradient", 2, "learning: lower training.tokens_per_micro_batch from 100000 to "),
+])
+def test_running_out_of_memory_ends_with_the_key_to_lower_on_whichever_rank_it_happens(function, num_ranks, advice, tmp_path):
+    result = torchrun(num_ranks, "tests/short_of_memory_worker.py", function, *TINY, f"run.dir={tmp_path}", "sampling.max_rows=1024",
+                      "training.num_samples_per_step=64", "training.k_best_of_n=[16,16]", "training.max_new_gen_tokens=64",
+                      "training.tokens_per_micro_batch=100000", "validation.best_of_n=1")
+    assert f"error: out of memory while {advice}" in result.stderr, result.stderr
+    assert "main.py\", line" not in result.stderr and result.stderr.count("error: ") == 1
 
 
 # ---------------------------------------------------------------- disk

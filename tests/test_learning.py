@@ -223,6 +223,20 @@ def test_micro_batches_hold_every_row_once_within_the_budget():
     assert [len(batch) for batch in main.make_micro_batches(trajectories, 1)] == [1] * 50  # a row over the budget goes alone
 
 
+def test_the_advice_for_when_memory_runs_out_names_what_costs_least_first():
+    rows = [main.Trajectory({}, [0] * 10, [0] * length, "", False) for length in (90, 90, 20)]
+
+    def advice(**overrides):
+        return main.learning_advice(rows, make_config(training__max_new_gen_tokens=90, **overrides))
+    assert advice() == "lower training.tokens_per_micro_batch from 8192 to 115"  # half of all the tokens there are
+    assert advice(training__tokens_per_micro_batch=210) == "lower training.tokens_per_micro_batch from 210 to 105"
+    small = {"training__tokens_per_micro_batch": 115}  # less than two rows
+    assert advice(**small, model__precision="mixed") == "change model.gradient_checkpointing from false to true"
+    small["model__gradient_checkpointing"] = True
+    assert advice(**small, model__precision="mixed") == "change model.precision from mixed to bfloat16"
+    assert advice(**small, model__precision="bfloat16") == "lower training.max_new_gen_tokens from 90 to 45"
+
+
 def test_the_learning_rate_warms_up_then_stays_or_decays():
     def rates(steps, **overrides):
         return [main.scheduled_learning_rate(step, make_config(training__learning_rate=1.0, **overrides)) for step in steps]

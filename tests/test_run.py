@@ -4,6 +4,7 @@ import json
 import random
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -205,3 +206,18 @@ def test_shuffled_rewards_are_as_frequent_as_the_real_ones_and_tell_nothing():
     assert sum(value > 1 for value in paid) == pytest.approx(sum(answers), abs=100)
     paid_when_right = [value > 1 for value, right in zip(paid, answers) if right]
     assert sum(paid_when_right) / len(paid_when_right) == pytest.approx(0.3, abs=0.05)
+
+
+def test_auto_takes_the_faster_engine_says_so_and_keeps_it_when_the_run_goes_on(tmp_path, capsys, monkeypatch):
+    short = [*SHORT, "sampling.engine=auto", f"run.dir={tmp_path}", "run.name=a", "training.max_new_gen_tokens=8"]
+    with monkeypatch.context() as patch:
+        generate_completions = main.generate_completions
+        patch.setattr(main, "generate_completions", lambda *arguments: (time.sleep(5), generate_completions(*arguments))[1])
+        assert main.main([*short, "training.max_steps=1"]) == 0
+    said = capsys.readouterr().out
+    assert "sampling.engine=auto: generate 5." in said and "; takes continuous\n" in said
+    assert yaml.safe_load((tmp_path / "a" / "config.yaml").read_text())["sampling"]["engine"] == "continuous"
+    monkeypatch.setattr(main, "generate_completions", None)  # is not called again
+    assert main.main([*short, "training.max_steps=2"]) == 0
+    assert "engine=continuous" in capsys.readouterr().out
+    assert [entry["step"] for entry in read_jsonl(tmp_path / "a" / "metrics.jsonl") if "reward" in entry] == [1, 2]
