@@ -9,6 +9,8 @@ few rows, weighed on the CPU and scaled up. Not in it: the 1 GB or so of a proce
 
 import argparse
 import json
+import os
+from pathlib import Path
 
 from harness import (
     SHAPES,
@@ -16,7 +18,6 @@ from harness import (
     main,
     make_run,
     never_stop,
-    peak_memory,
     random,
     say,
     torch,
@@ -105,11 +106,10 @@ say(f"peak: {max(total.values()):.2f} GB, while {max(total, key=total.get)}")
 result = {"forecast_gb": {phase: round(size, 3) for phase, size in total.items()}, "parts_gb": table}
 if options.measure:
     never_stop()
-    main.dist.is_initialized() or None
-    before = 0.0 if torch.cuda.is_available() else int(open("/proc/self/statm").read().split()[1]) * 4096 / 1e9
+    before = 0.0 if torch.cuda.is_available() else int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e9
     run = make_run([*arguments, f"model.precision={settings.model.precision}"], options.shape)
     from step import measure
-    measured = measure(run, steps=1)
+    measured = measure(run, steps=1, warm_up=0)  # later steps would show what the first has left on the heap
     result["measured_gb"] = {phase: round(measured[f"{key}_memory_gb"] - before, 3) for phase, key in (("sampling", "sample"), ("learning", "learn"))}
     say(f"measured: {json.dumps(result['measured_gb'])} (forecast {json.dumps(result['forecast_gb'])})")
     finish(result)

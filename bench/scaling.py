@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -52,41 +53,53 @@ def draw(times) -> None:
     figure.savefig(HERE / "scaling.png", dpi=110)
 
 
-def mixed_lengths(run) -> dict[str, float]:
-    """Seconds per useful token where lengths are spread evenly from L/10 to L, over that where all are as long as their mean. The first token
-    of an answer is drawn evenly and decides where it stops, so that nothing but lengths differs."""
+class ForcedLengths:
+    """A logits processor: the first token of an answer is drawn evenly, and with it its length, `length_of(token)`."""
+
+    def __init__(self, length_of, stop: int):
+        self.length_of, self.stop, self.prompt_time = length_of, stop, 0
+        self.read_prompts = main.read_prompts
+
+    def watch_prompts(self, model, ids, mask):
+        """In place of main.read_prompts."""
+        if torch.is_inference_mode_enabled():  # sampling, not learning
+            self.prompt_time = ids.shape[1]
+        return self.read_prompts(model, ids, mask)
+
+    def __call__(self, input_ids, logits):
+        generated = input_ids.shape[1] - self.prompt_time
+        if generated == 0:
+            forced = torch.zeros_like(logits)
+        else:
+            forced = logits.clone()
+        forced[:, self.stop] = -torch.inf
+        if generated > 0:
+            ends = self.length_of(input_ids[:, self.prompt_time]) <= generated + 1
+            forced[ends] = -torch.inf
+            forced[ends, self.stop] = 0.0
+        return forced
+
+
+def mixed_lengths(pairs: int = 5) -> dict[str, float]:
+    """Milliseconds per useful token where lengths are spread evenly from L/10 to L, and where all are as long as their mean."""
+    run = make_run(["training.num_samples_per_step=16", "training.max_new_gen_tokens=160"])
+    main.score = random_rewards
     L, stop = run.config.training.max_new_gen_tokens, run.tokenizer.eos_token_id
-    length_of = {"mixed": lambda first: L * (first % 10 + 1) // 10, "equal": lambda first: torch.full_like(first, 11 * L // 20)}
-    original, results = run.sampler.generate, {}
-    for name in ("equal", "mixed", "equal", "mixed", "equal", "mixed"):
-        def processor(input_ids, logits, name=name):
-            generated = input_ids.shape[1] - prompt_time
-            if generated == 0:
-                forced = torch.zeros_like(logits)
-                forced[:, stop] = -torch.inf
-                return forced
-            ends = length_of[name](input_ids[:, prompt_time]) <= generated + 1
-            logits = logits.index_fill(1, torch.tensor([stop], device=logits.device), -torch.inf)
-            only_stop = torch.full_like(logits, -torch.inf)
-            only_stop[:, stop] = 0.0
-            return torch.where(ends[:, None], only_stop, logits)
-
-        def read_prompts(model, ids, mask):
-            nonlocal prompt_time
-            prompt_time = ids.shape[1] if torch.is_inference_mode_enabled() else prompt_time
-            return own_read_prompts(model, ids, mask)
-
-        prompt_time, own_read_prompts = 0, main.read_prompts
-        main.read_prompts = read_prompts
-        run.sampler.generate = lambda *arguments, processor=processor, **named: original(*arguments, logits_processor=[processor], **named)
-        result = measure(run, steps=2)
-        main.read_prompts = own_read_prompts
-        tokens = result["tokens_per_second"] * result["step"]
-        results.setdefault(name, []).append(result["step"] / tokens * 1e3)
-        say(f"{name} lengths: {results[name][-1]:.3f} ms a token, {tokens:,.0f} tokens in {result['step']:.2f} s "
-            f"(sample {result['sample']:.2f}, learn {result['learn']:.2f})")
-    del run.sampler.generate
-    return {name: median(values) for name, values in results.items()}
+    forced = {"equal": ForcedLengths(lambda first: torch.full_like(first, 11 * L // 20), stop),
+              "mixed": ForcedLengths(lambda first: L * (first % 10 + 1) // 10, stop)}
+    generate, per_token = run.sampler.generate, {"equal": [], "mixed": []}
+    for _ in range(pairs):
+        for name, processor in forced.items():
+            main.read_prompts = processor.watch_prompts
+            run.sampler.generate = partial(generate, logits_processor=[processor])
+            result = measure(run, steps=1, warm_up=0)
+            tokens = result["tokens_per_second"] * result["step"]
+            per_token[name].append(result["step"] / tokens * 1e3)
+            say(f"{name} lengths: {per_token[name][-1]:.3f} ms a token, {tokens:,.0f} tokens in {result['step']:.2f} s "
+                f"(sample {result['sample']:.2f}, learn {result['learn']:.2f})")
+    ratio = median(mixed / equal for equal, mixed in zip(per_token["equal"][1:], per_token["mixed"][1:]))
+    say(f"mixed lengths cost {ratio:.2f} times as much a token, median of {pairs - 1} pairs after one to warm up")
+    return {**{name: median(values[1:]) for name, values in per_token.items()}, "ratio": ratio}
 
 
 def ranks() -> list[dict]:
@@ -101,12 +114,9 @@ def ranks() -> list[dict]:
 
 
 if __name__ == "__main__":
+    lengths = mixed_lengths()
+    main.dist.destroy_process_group()
     over_ranks = ranks()
     times = grid()
-    main.dist.destroy_process_group()
-    run = make_run(["training.num_samples_per_step=16", "training.max_new_gen_tokens=160"])
-    main.score = random_rewards
-    lengths = mixed_lengths(run)
-    say(f"mixed lengths cost {lengths['mixed'] / lengths['equal']:.2f} times as much a token")
     growth = {phase: times[f"32 x {L}"][phase] / times[f"4 x {L}"][phase] for L in LENGTHS for phase in ("sample", "learn")}
     finish({"seconds": times, "growth_of_8_times_the_rows_at_the_largest_L": growth, "ms_per_token": lengths, "ranks": over_ranks})
