@@ -750,10 +750,11 @@ class Policy(nn.Module):
 
 
 def make_micro_batches(trajectories: list[Trajectory], tokens_per_micro_batch: int) -> list[list[Trajectory]]:
-    """Rows of similar length together, as many as the budget of padded tokens allows; the longest first."""
+    """As many rows together as the budget of padded tokens allows; the longest completions first, those of similar length side by side."""
     batches: list[list[Trajectory]] = []
-    for trajectory in sorted(trajectories, key=lambda trajectory: trajectory.length, reverse=True):
-        if batches and (len(batches[-1]) + 1) * batches[-1][0].length <= tokens_per_micro_batch:
+    for trajectory in sorted(trajectories, key=lambda trajectory: len(trajectory.completion_ids), reverse=True):
+        longest = max(row.length for row in [trajectory, *(batches[-1] if batches else [])])
+        if batches and (len(batches[-1]) + 1) * longest <= tokens_per_micro_batch:
             batches[-1].append(trajectory)
         else:
             batches.append([trajectory])

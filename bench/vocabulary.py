@@ -2,7 +2,8 @@
 
     .venv/bin/python bench/vocabulary.py              8 rows of 1,024 completion tokens; the full side wants 20 GB
 
-Each side runs in a process of its own; the ratio is of the peaks of the whole processes, weights and gradients included."""
+Each side runs in a process of its own. The peak is that of the whole process, weights, gradients and AdamW's moments included; what the update
+adds to them is shown beside it."""
 
 import argparse
 import json
@@ -13,7 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
-SIDES = {"full": "logits for all tokens, all rows at once", "chunked": "chunks, all rows at once", "pairs": "chunks, two rows at a time"}
+SIDES = {"full": "logits for all tokens, all rows at once", "chunked": "chunks, all rows at once", "pairs": "chunks, two rows at a time",
+         "frugal": "chunks, one row, gradient checkpointing"}
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--shape", default="qwen2.5-head")
 parser.add_argument("--rows", type=int, default=8)
@@ -26,9 +28,10 @@ options = parser.parse_args()
 def update() -> None:
     from harness import main, make_run, random, torch
 
-    run = make_run(["model.precision=float32", f"training.num_samples_per_step={options.rows}", "training.k_best_of_n=[2,2]",
+    rows_at_once = {"pairs": 2, "frugal": 1}.get(options.side, options.rows)
+    run = make_run(["model.precision=float32", f"model.gradient_checkpointing={options.side == 'frugal'}", f"training.num_samples_per_step={options.rows}", "training.k_best_of_n=[2,2]",
                     f"training.max_new_gen_tokens={options.tokens}", "training.max_grad_norm=null",
-                    f"training.tokens_per_micro_batch={2 * (16 + options.tokens) if options.side == 'pairs' else 10**9}"], options.shape)
+                    f"training.tokens_per_micro_batch={rows_at_once * (16 + options.tokens)}"], options.shape)
     stream = random.Random(0)
     vocabulary = run.model.config.vocab_size
     trajectories = [main.Trajectory({}, [stream.randrange(vocabulary) for _ in range(16)],
@@ -59,9 +62,12 @@ def compare() -> None:
             results[side] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
             gradients[side] = torch.cat([gradient.flatten() for gradient in torch.load(Path(folder) / side)])
             error = float((gradients[side] - gradients["full"]).norm() / gradients["full"].norm())
-            results[side] |= {"memory_ratio": results[side]["peak_gb"] / results["full"]["peak_gb"], "gradient_error": error}
-            print(f"{description:<42} peak {results[side]['peak_gb']:6.2f} GB, {results[side]['memory_ratio']:.3f} of full; "
-                  f"gradient off by {error:.1e}; {results[side]['seconds']:6.1f} s", flush=True)
+            update = {name: each["peak_gb"] - each["before_gb"] for name, each in results.items()}
+            results[side] |= {"ratio_of_peaks": results[side]["peak_gb"] / results["full"]["peak_gb"],
+                              "ratio_of_updates": update[side] / update["full"], "gradient_error": error}
+            print(f"{description:<42} peak {results[side]['peak_gb']:6.2f} GB, {results[side]['ratio_of_peaks']:.3f} of full; the update alone "
+                  f"{update[side]:6.2f} GB, {results[side]['ratio_of_updates']:.3f}; gradient off by {error:.1e}; "
+                  f"{results[side]['seconds']:6.1f} s", flush=True)
     print(json.dumps({"rows": options.rows, "tokens": options.tokens, **results}))
 
 

@@ -1,0 +1,127 @@
+"""What a step costs, in tokens that the model reads and in the largest tensor, counted and so the same on any machine."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, VOCABULARY, make_config, make_model, make_trajectories
+from test_sampling import PROMPTS, sample
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import main
+
+
+def tokens_read(model):
+    """The shapes, (rows, time), of what the model reads from now on."""
+    shapes = []
+    model.get_input_embeddings().register_forward_hook(lambda module, arguments, output: shapes.append(tuple(arguments[0].shape)))
+    return shapes
+
+
+def test_sampling_reads_each_prompt_once_and_finished_answers_no_further(monkeypatch):
+    monkeypatch.setattr(main, "TOKENS_PER_SLICE", 4)
+    model = make_model()
+    shapes = tokens_read(model)
+    trajectories = sample(model, PROMPTS, 16, training__max_new_gen_tokens=40)
+    assert shapes[0] == (len(PROMPTS), max(map(len, PROMPTS)) - 1)
+    lengths = [len(trajectory.completion_ids) for trajectory in trajectories]
+    assert len(set(lengths)) > 5
+    read = sum(rows * time for rows, time in shapes[1:])
+    assert sum(lengths) <= read < sum(lengths) + 4 * len(lengths)  # an answer stays to the end of its slice
+    assert all(time == 1 for _, time in shapes[1:])
+
+
+def test_learning_reads_each_prompt_once_a_micro_batch_and_pads_little(one_rank, monkeypatch):
+    monkeypatch.setattr(main, "ROWS_PER_PASS", 4)
+    trajectories = [main.Trajectory({}, PROMPTS[i // 16], t.completion_ids, "", False, advantage=1.0)
+                    for i, t in enumerate(make_trajectories(48, longest=40))]
+    model = make_model()
+    shapes = tokens_read(model)
+    policy = DistributedDataParallel(main.Policy(model, 1.0, mixed=False))
+    main.policy_gradient(policy, trajectories, make_config(training__tokens_per_micro_batch=10_000), one_rank, lambda *_: None)
+    assert shapes[0] == (len(PROMPTS), max(map(len, PROMPTS)) - 1)
+    assert len(shapes) == 1 + 48 // 4
+    useful = sum(len(trajectory.completion_ids) for trajectory in trajectories)
+    assert useful <= sum(rows * time for rows, time in shapes[1:]) < 1.1 * useful
+
+
+class LargestTensor(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        result = function(*arguments, **(named or {}))
+        self.numel = max([self.numel, *(tensor.numel() for tensor in torch.utils._pytree.tree_leaves(result) if isinstance(tensor, torch.Tensor))])
+        return result
+
+
+def test_logits_for_all_tokens_never_exist_at_once(one_rank, monkeypatch):
+    vocabulary, chunk = 5000, 5000 * 40
+    monkeypatch.setattr(main, "LOGITS_PER_CHUNK", chunk)
+    trajectories = make_trajectories(32, longest=60)
+    tokens = sum(len(t.completion_ids) for t in trajectories)
+    model = make_model(vocab_size=vocabulary)
+    assert tokens * vocabulary > 10 * chunk
+    policy = DistributedDataParallel(main.Policy(model, 1.0, mixed=False))
+    with LargestTensor() as largest:
+        main.policy_gradient(policy, trajectories, make_config(training__tokens_per_micro_batch=10**6), one_rank, lambda *_: None)
+    # The weights' gradient, all in one in DDP's bucket, and a chunk are the largest.
+    assert largest.numel == max(chunk, sum(parameter.numel() for parameter in model.parameters()))
+    with LargestTensor() as largest:
+        model(torch.tensor([trajectories[0].prompt_ids * 50])).logits.sum()
+    assert largest.numel >= 50 * vocabulary  # it does see logits where they are
+
+
+def test_keys_and_values_are_not_copied_for_each_token():
+    layer = main.RoomyLayer(main.DynamicLayer())
+    layer.keys, layer.values = torch.randn(2, 1, 5, 4), torch.randn(2, 1, 5, 4)
+    expected = [layer.keys[[1, 0, 1]], layer.values[[1, 0, 1]]]
+    layer.batch_select_indices(torch.tensor([1, 0, 1]))
+    places = set()
+    for _ in range(main.TOKENS_PER_SLICE):
+        new = [torch.randn(3, 1, 1, 4), torch.randn(3, 1, 1, 4)]
+        keys, values = layer.update(*new)
+        expected = [torch.cat(pair, dim=2) for pair in zip(expected, new)]
+        assert torch.equal(keys, expected[0]) and torch.equal(values, expected[1])
+        places.add((keys.data_ptr(), values.data_ptr()))
+    assert len(places) == 1 and layer.get_seq_length() == 5 + main.TOKENS_PER_SLICE
+
+
+@pytest.mark.parametrize("command", [
+    ["step.py", "--steps", "1", "--endless", "--shape", "small", "training.num_samples_per_step=2", "training.k_best_of_n=[2,2]",
+     "training.max_new_gen_tokens=16"],
+    ["step.py", "--steps", "1", "--plain", "--shape", "small", "training.num_samples_per_step=2", "training.max_new_gen_tokens=16"],
+    ["memory.py", "--measure", "--shape", "small", "--prompt", "48", "training.max_new_gen_tokens=64"],
+    ["vocabulary.py", "--rows", "2", "--tokens", "16", "--shape", "small"],
+])
+def test_each_measurement_runs_and_ends_with_one_json_line(command):
+    result = subprocess.run([sys.executable, ROOT / "bench" / command[0], *command[1:]], check=False, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    answer = json.loads(result.stdout.splitlines()[-1])
+    if command[0] == "step.py":
+        assert 0 < answer["sample"] + answer["learn"] <= 1.1 * answer["step"]
+        assert 0 < answer["sample_share_of_ceiling"] < 1 and 0 < answer["learn_share_of_ceiling"] < 1
+    elif command[0] == "memory.py":
+        assert answer["forecast_gb"]["learning"] == pytest.approx(answer["measured_gb"]["learning"], rel=0.4)
+    else:
+        assert answer["chunked"]["gradient_error"] < 1e-4 and VOCABULARY < 8192
+
+
+def test_plain_sampling_and_learning_do_the_same_work(one_rank, monkeypatch):
+    """What the bench compares with is right itself: greedy answers are the same, and so are the log-probabilities."""
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    import step
+
+    model = make_model()
+    settings = {"sampling__top_k": 1, "training__max_new_gen_tokens": 12}
+    expected = [t.completion_ids for t in sample(model, PROMPTS, 2, **settings)]
+    monkeypatch.setattr(main, "generate_completions", step.plain_generate)
+    assert [t.completion_ids for t in sample(model, PROMPTS, 2, **settings)] == expected
+    batch = main.collate(make_trajectories(8), one_rank)
+    policy = main.Policy(model, 0.7, mixed=False)
+    for ours, plain in zip(policy(**batch), step.plain_forward(policy, **batch)):
+        assert torch.allclose(ours, plain, atol=1e-5)
