@@ -207,8 +207,8 @@ class Config:
 
 # What may differ between two starts of one experiment. A run's default name is made of all the other keys.
 NOT_THE_EXPERIMENT = {"training.max_steps", "training.max_bad_steps", "training.tokens_per_micro_batch", "sampling.max_rows",
-                      "sampling.engine", "model.attention", "model.gradient_checkpointing", "validation.every", "checkpoint.every", "checkpoint.keep",
-                      "run.dir", "run.name", "run.resume", "run.resume_anyway", "logging.mlflow"}
+                      "sampling.engine", "model.attention", "model.gradient_checkpointing", "validation.every", "checkpoint.every",
+                      "checkpoint.keep", "run.dir", "run.name", "run.resume", "run.resume_anyway", "logging.mlflow"}
 
 
 def load_config(arguments: list[str]) -> Config:
@@ -604,7 +604,8 @@ def generate_continuously(model, prompts: list[list[int]], num_samples: int, gen
     attention = model.config._attn_implementation
     generation_config.max_new_tokens, generation_config.num_return_sequences = config.training.max_new_gen_tokens, num_samples
     rows = min(config.sampling.max_rows, len(prompts) * num_samples)
-    batching = ContinuousBatchingConfig(max_requests_per_batch=rows, max_batch_tokens=max(2 * rows, 256), seed=int(torch.randint(2**31, ())))
+    seed = int(torch.randint(2**31, ()))
+    batching = ContinuousBatchingConfig(max_requests_per_batch=rows, max_batch_tokens=max(2 * rows, 256), seed=seed)
     # As much memory as the rows may need; left to itself it would take nearly all that is free.
     batching.num_blocks = rows * math.ceil((max(map(len, prompts)) + generation_config.max_new_tokens) / batching.page_size)
     try:
@@ -785,7 +786,7 @@ def collate(trajectories: list[Trajectory], device: torch.device) -> dict[str, t
 def policy_loss(logprobs: torch.Tensor, advantages: torch.Tensor, B: int, L: int) -> torch.Tensor:
     """-(1/(B L)) sum_i sum_j sum_t A_ij log pi(a_ij[t] | q_i, a_ij[<t]); both tensors are (tokens,).
 
-    A sum with a constant normaliser: how rows are split into micro-batches, ordered or shared among ranks changes it by no more than rounding."""
+    A sum with a constant normaliser: how rows are split into micro-batches, ordered or shared among ranks changes it only by rounding."""
     return -(advantages * logprobs).sum() / (B * L)
 
 

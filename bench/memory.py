@@ -110,7 +110,8 @@ if options.measure:
     run = make_run([*arguments, f"model.precision={settings.model.precision}"], options.shape)
     from step import measure
     measured = measure(run, steps=1, warm_up=0)  # later steps would show what the first has left on the heap
-    result["measured_gb"] = {phase: round(measured[f"{key}_memory_gb"] - before, 3) for phase, key in (("sampling", "sample"), ("learning", "learn"))}
+    result["measured_gb"] = {phase: round(measured[f"{key}_memory_gb"] - before, 3)
+                             for phase, key in (("sampling", "sample"), ("learning", "learn"))}
     say(f"measured: {json.dumps(result['measured_gb'])} (forecast {json.dumps(result['forecast_gb'])})")
     finish(result)
 say(json.dumps(result))

@@ -131,4 +131,5 @@ if __name__ == "__main__":
     say(f"reduce   {result['reduce']:8.3f} s   {result['reduce'] / result['step']:6.1%} of a step if nothing overlapped")
     say(f"step     {result['step']:8.3f} s   {result['tokens_per_second']:8,.0f} completion tokens/s on {main.WORLD_SIZE} ranks   "
         f"machine: {result['matmul_gflops']:,.0f} GFLOP/s, {result['bandwidth_gb_per_second']:,.0f} GB/s a rank")
-    finish({"ranks": main.WORLD_SIZE, "plain": options.plain, "shape": options.shape, **{key: round(value, 4) for key, value in result.items()}})
+    finish({"ranks": main.WORLD_SIZE, "plain": options.plain, "shape": options.shape,
+            **{key: round(value, 4) for key, value in result.items()}})

@@ -1,7 +1,7 @@
 """One rank of one side of versus_trl.py: `versus_trl_side.py ours|trl STEPS [section.key=value ...]`, RANK and the like set.
 
-Each line on its standard input asks for one step, which begins with the same weights as any other; each is answered by a line with its seconds and tokens.
-The trl side runs in an environment of its own and takes its settings from config.yaml as well."""
+Each line on its standard input asks for one step, which begins with the same weights as any other, and is answered by a line with its
+seconds and tokens. The trl side runs in an environment of its own and takes its settings from config.yaml as well."""
 
 import json
 import sys

@@ -29,14 +29,17 @@ def update() -> None:
     from harness import main, make_run, random, torch
 
     rows_at_once = {"pairs": 2, "frugal": 1}.get(options.side, options.rows)
-    run = make_run(["model.precision=float32", f"model.gradient_checkpointing={options.side == 'frugal'}", f"training.num_samples_per_step={options.rows}", "training.k_best_of_n=[2,2]",
-                    f"training.max_new_gen_tokens={options.tokens}", "training.max_grad_norm=null",
+    run = make_run(["model.precision=float32", f"model.gradient_checkpointing={options.side == 'frugal'}",
+                    f"training.num_samples_per_step={options.rows}", "training.k_best_of_n=[2,2]", f"training.max_new_gen_tokens={options.tokens}", "training.max_grad_norm=null",
                     f"training.tokens_per_micro_batch={rows_at_once * (16 + options.tokens)}"], options.shape)
     stream = random.Random(0)
     vocabulary = run.model.config.vocab_size
-    trajectories = [main.Trajectory({}, [stream.randrange(vocabulary) for _ in range(16)],
-                                    [stream.randrange(vocabulary) for _ in range(options.tokens)], "", True, advantage=stream.uniform(-1, 1))
-                    for _ in range(options.rows)]
+
+    def row():
+        prompt_ids, completion_ids = ([stream.randrange(vocabulary) for _ in range(length)] for length in (16, options.tokens))
+        return main.Trajectory({}, prompt_ids, completion_ids, "", True, advantage=stream.uniform(-1, 1))
+
+    trajectories = [row() for _ in range(options.rows)]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.perf_counter()
     if options.side != "full":
@@ -59,15 +62,16 @@ def compare() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for side, description in SIDES.items():
             command = [sys.executable, __file__, *sys.argv[1:], "--side", side, "--gradient", str(Path(folder) / side)]
-            results[side] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
+            lines = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+            results[side] = json.loads(lines[-1])
             gradients[side] = torch.cat([gradient.flatten() for gradient in torch.load(Path(folder) / side)])
             error = float((gradients[side] - gradients["full"]).norm() / gradients["full"].norm())
             update = {name: each["peak_gb"] - each["before_gb"] for name, each in results.items()}
             results[side] |= {"ratio_of_peaks": results[side]["peak_gb"] / results["full"]["peak_gb"],
                               "ratio_of_updates": update[side] / update["full"], "gradient_error": error}
-            print(f"{description:<42} peak {results[side]['peak_gb']:6.2f} GB, {results[side]['ratio_of_peaks']:.3f} of full; the update alone "
-                  f"{update[side]:6.2f} GB, {results[side]['ratio_of_updates']:.3f}; gradient off by {error:.1e}; "
-                  f"{results[side]['seconds']:6.1f} s", flush=True)
+            print(f"{description:<42} peak {results[side]['peak_gb']:6.2f} GB, {results[side]['ratio_of_peaks']:.3f} of full; "
+                  f"the update alone {update[side]:6.2f} GB, {results[side]['ratio_of_updates']:.3f}; "
+                  f"gradient off by {error:.1e}; {results[side]['seconds']:6.1f} s", flush=True)
     print(json.dumps({"rows": options.rows, "tokens": options.tokens, **results}))
 
 

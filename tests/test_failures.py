@@ -219,7 +219,7 @@ def test_going_on_with_other_settings(tmp_path, capsys):
 
     assert main.main([*settings, "training.max_steps=3", "training.tokens_per_micro_batch=100", "validation.every=3"]) == 0
     said = capsys.readouterr().out
-    for change in ("training.max_steps: 2 -> 3", "training.tokens_per_micro_batch: 2048 -> 100", "validation.every: 50 -> 3"):
+    for change in ("training.max_steps: 2 -> 3", "training.tokens_per_micro_batch: 8192 -> 100", "validation.every: 50 -> 3"):
         assert f"changed since the checkpoint: {change}\n" in said
     assert "changed since the checkpoint: run." not in said
 
