@@ -48,8 +48,9 @@ def draw(times) -> None:
     for axis, phase in zip(axes, ("sample", "learn")):
         for L, marker, grey in zip(LENGTHS, "os^", ("0.6", "0.3", "0")):
             axis.plot(GROUPS, [times[f"{G} x {L}"][phase] for G in GROUPS], marker=marker, color=grey, label=f"L = {L}")
-        axis.set(title=f"seconds to {phase}, 4 questions", xlabel="G, answers a question", ylim=(0, None), xlim=(0, None))
+        axis.set(title=f"seconds to {phase}, 4 questions", xlabel="G, answers a question", xlim=(0, None))
         axis.legend(fontsize=8)
+    axes[0].set_ylim(bottom=0)  # shared, so after both have their lines
     figure.savefig(HERE / "scaling.png", dpi=110)
 
 
