@@ -569,7 +569,8 @@ def generate_completions(model, prompts: list[list[int]], repeats: torch.Tensor,
                          max_new_tokens: int, progress) -> list[list[int]]:
     """One completion for each entry of `repeats`, the index of its prompt. Each prompt is read once, its cache repeated."""
     stop_ids = set(generation_config.eos_token_id)
-    padding = [max(map(len, prompts)) - len(prompt) for prompt in prompts]  # on the left: (questions, prompt time)
+    longest = max(2, *map(len, prompts))  # one token to read ahead, and one to start from
+    padding = [longest - len(prompt) for prompt in prompts]  # on the left: (questions, prompt time)
     ids = torch.tensor([[0] * pad + prompt for pad, prompt in zip(padding, prompts)], device=model.device)
     mask = torch.tensor([[0] * pad + [1] * len(prompt) for pad, prompt in zip(padding, prompts)], device=model.device)
     cache = read_prompts(model, ids, mask)
@@ -769,7 +770,7 @@ def collate(trajectories: list[Trajectory], device: torch.device) -> dict[str, t
     """Each different prompt once, padded on the left, (prompts, prompt time). Then for each pass the prompt of each row, (rows,), and its
     completion, padded on the right, (rows, time), with its mask. Masks come from lengths."""
     place = {prompt: i for i, prompt in enumerate(dict.fromkeys(tuple(trajectory.prompt_ids) for trajectory in trajectories))}
-    prompt_time = max(map(len, place))
+    prompt_time = max(2, *map(len, place))  # see generate_completions
     passes = []
     for start in range(0, len(trajectories), ROWS_PER_PASS):
         rows = trajectories[start:start + ROWS_PER_PASS]
@@ -944,7 +945,7 @@ def prepare(config: Config, device: torch.device, log: Logger) -> Run:
     # One backward pass and one step of nothing, so that a fresh run starts out as a resumed one does: DDP arranges its buckets
     # anew after its first pass, and from three ranks on sums then differ in the last bit; AdamW's first step makes its moments.
     policy.train()
-    logprobs, _ = policy(**collate([Trajectory({}, [0, 0], [0], "", False)], device))
+    logprobs, _ = policy(**collate([Trajectory({}, [0], [0], "", False)], device))
     logprobs.sum().backward()
     policy.zero_grad(set_to_none=False)
     optimizer.step()

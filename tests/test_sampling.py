@@ -147,6 +147,16 @@ def test_sampling_works_with_gradient_checkpointing_on_and_leaves_the_model_in_t
     assert model.training
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_prompt_may_be_a_single_token(architecture):
+    model = make_model(architecture)
+    trajectory, = sample(model, [[5]], 1, eos=1000, sampling__top_k=1, training__max_new_gen_tokens=6)
+    logits = model(torch.tensor([[5, *trajectory.completion_ids]])).logits[0]
+    assert logits[:-1].argmax(-1).tolist() == trajectory.completion_ids
+    logprobs, _ = main.Policy(model, 1.0, mixed=False)(**main.collate([trajectory], torch.device("cpu")))
+    assert torch.allclose(logprobs, logits[:-1].log_softmax(-1).gather(-1, torch.tensor(trajectory.completion_ids)[:, None])[:, 0], atol=1e-5)
+
+
 @pytest.mark.parametrize("engine", ["generate", "continuous"])
 def test_each_call_samples_from_the_weights_as_they_are_and_leaves_the_model_as_it_was(engine):
     model = make_model().train()
