@@ -183,7 +183,8 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted_and_too_many_in_a_
     assert [entry["non_finite"] for entry in steps] == [0, 1, 1, 0, 0] and [entry["updated"] for entry in steps] == [1, 0, 0, 1, 1]
     assert steps[1]["loss"] is None and steps[1]["grad_norm"] is None
     tensors = outcome(tmp_path / "a")["tensors"]
-    assert all(torch.isfinite(value).all() for value in safetensors.torch.load(tensors).values())
+    saved = safetensors.torch.load_file(tmp_path / "a" / "checkpoints" / "step-000005" / "tensors.safetensors")
+    assert all(torch.isfinite(value).all() for value in saved.values())
 
     Broken.when, Broken.passes = range(2, 100), 0
     assert main.main([*settings, "training.max_steps=20"]) == 2
