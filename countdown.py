@@ -5,7 +5,8 @@ can take its place (`task.name` in config.yaml):
 
     load(dataset, max_rows) -> rows             dictionaries; each has its "prompt" and whatever the rewards need
     reward_function(completion, row)            named reward parts of one completion
-    REWARD_WEIGHTS                              what each part counts in the reward
+    REWARD_WEIGHTS                              what each part counts in the reward, unless task.reward_weights says otherwise;
+                                                0.0: it is watched only
     SOLVED                                      the part that says whether the problem is solved (1.0) or not
     SYSTEM_MESSAGE, REPLY_START                 optional: for `data.prompt_style: chat`; how every reply begins
 
@@ -43,13 +44,11 @@ def generate_prompt(nums: list[int], target: int) -> str:
 
 def load(dataset: str, max_rows: int | None) -> list[dict]:
     """Rows of a hub dataset, a local .parquet or .jsonl file, or a folder of such files. A wrong value is a ValueError."""
-    rows = [_checked_row(number, raw) for number, raw in enumerate(_read(dataset, max_rows), start=1)]
-    if not rows:
-        raise ValueError(f"data.dataset: {dataset!r} holds no rows")
-    return rows
+    return [_checked_row(number, raw) for number, raw in enumerate(read_rows(dataset, max_rows), start=1)]
 
 
-def _read(dataset: str, max_rows: int | None) -> list[dict]:
+def read_rows(dataset: str, max_rows: int | None, name: str | None = None) -> list[dict]:
+    """The rows as they are stored. `name`: which of its configurations, where a hub dataset has several. Other tasks may use this."""
     path = Path(dataset)
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in (".parquet", ".jsonl"))
@@ -62,12 +61,15 @@ def _read(dataset: str, max_rows: int | None) -> list[dict]:
     else:
         files = []
     try:
-        tables = [_read_file(file) for file in files] or [load_dataset(dataset, split="train").to_list()]
+        tables = [_read_file(file) for file in files] or [load_dataset(dataset, name, split="train").to_list()]
     except Exception as error:  # the readers raise a dozen unrelated types, and some of their messages are many lines or none
         reason = (str(error).splitlines() or ["it is empty"])[0]
         raise ValueError(f"data.dataset: cannot load {dataset!r} ({type(error).__name__}: {reason}); "
                          "give a hub id, or a local .parquet or .jsonl file or folder") from error
-    return [row for table in tables for row in table][:max_rows]
+    rows = [row for table in tables for row in table][:max_rows]
+    if not rows:
+        raise ValueError(f"data.dataset: {dataset!r} holds no rows")
+    return rows
 
 
 def _read_file(path: Path) -> list[dict]:

@@ -6,16 +6,17 @@ The algorithm, once per step:
   3. score every answer with the task's rewards             score
   4. compare each answer with its group: A_ij = r_ij - mean_j r_ij         compute_advantages
   5. raise the log-probability of the better ones and lower that of the worse:
-         loss = -(1/(B L)) sum_i sum_j sum_t A_ij log pi(a_ij[t] | q_i, a_ij[<t])       policy_loss
+         loss = -sum_i sum_j sum_t A_ij log pi(a_ij[t] | q_i, a_ij[<t]) / (B L)         policy_loss
   6. one AdamW step on the gradient that all ranks share    policy_gradient, training_step
   7. now and then, measure on questions never trained on    evaluate
      and save all that going on from here takes             save_checkpoint
 
-That is Dr. GRPO. What it leaves out of GRPO as first published, and why: the division by the group's standard deviation
-(it favours questions that are nearly always or nearly never solved), the division by each answer's length (it favours long
-wrong answers), the KL penalty (it needs a second model, and rewards computed from the answer leave no reward model to fool), and the
-clipped ratio (with one update per batch the ratio is always 1). With `training.learning_type: sil` step 4 becomes
-self-imitation: the k best of n answers get advantage 1, the others 0, and B counts k answers a question.
+That is Dr. GRPO. What it leaves out of GRPO as first published, why, and the key of `training` that brings it back: the division by
+the group's standard deviation (it favours questions that are nearly always or nearly never solved; scale_rewards), the division by each
+answer's length (it favours long wrong answers; loss_normalizer), the KL penalty (it needs a second model, and rewards computed from the
+answer leave no reward model to fool; kl_beta), and the clipped ratio (with one update per batch the ratio is always 1;
+updates_per_batch, clip). With `learning_type: sil` step 4 becomes self-imitation: the k best of n answers get advantage 1 and are all
+that is learned from.
 
     torchrun --nproc-per-node=4 main.py                       four ranks: four GPUs, or four processes on the CPU
     python main.py training.max_steps=20 training.seed=1      one rank; any key of config.yaml can be set like this
@@ -42,7 +43,7 @@ import uuid
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from statistics import fmean, pstdev, stdev
 from types import ModuleType, UnionType
@@ -126,6 +127,8 @@ Count = Annotated[int, "an integer of at least 1", lambda value: value >= 1]
 Positive = Annotated[float, "a number above 0", lambda value: 0 < value < math.inf]
 Share = Annotated[float, "a number above 0 and up to 1", lambda value: 0 < value <= 1]
 Decay = Annotated[float, "a number from 0 to below 1", lambda value: 0 <= value < 1]
+Weight = Annotated[float, "a number", math.isfinite]
+NotNegative = Annotated[float, "a number of at least 0", lambda value: 0 <= value < math.inf]
 Text = Annotated[str, "a text, in quotes if need be", lambda value: True]
 Flag = Annotated[bool, "true or false", lambda value: True]
 
@@ -135,21 +138,33 @@ class ModelConfig:
     precision: Literal["mixed", "bfloat16", "float32"] | None
     attention: Text | None
     gradient_checkpointing: Flag
+    lora_rank: Natural
+    lora_alpha: Positive
+    lora_targets: list[Text] | None
+    lora_merged: Flag
 
 @dataclass
 class TaskConfig:
     name: Text
+    reward_weights: dict[str, Weight] | None
 
 @dataclass
 class DataConfig:
     dataset: Text
     num_validation: Count
     max_rows: Count | None
+    max_prompt_tokens: Count | None
     prompt_style: Literal["base", "chat"]
 
 @dataclass
 class TrainingConfig:
     learning_type: Literal["grpo", "sil"]
+    scale_rewards: Literal["none", "group"]
+    loss_normalizer: Literal["max_length", "tokens", "sequence"]
+    updates_per_batch: Count
+    clip: list[Positive] | None
+    kl_beta: NotNegative
+    mask_truncated: Flag
     num_samples_per_step: Count
     k_best_of_n: list[Count]
     max_new_gen_tokens: Count
@@ -207,7 +222,7 @@ class Config:
 
 # What may differ between two starts of one experiment. A run's default name is made of all the other keys.
 NOT_THE_EXPERIMENT = {"training.max_steps", "training.max_bad_steps", "training.tokens_per_micro_batch", "sampling.max_rows",
-                      "sampling.engine", "model.attention", "model.gradient_checkpointing", "validation.every", "checkpoint.every",
+                      "sampling.engine", "model.attention", "model.gradient_checkpointing", "model.lora_merged", "validation.every", "checkpoint.every",
                       "checkpoint.keep", "run.dir", "run.name", "run.resume", "run.resume_anyway", "logging.mlflow"}
 
 
@@ -241,8 +256,9 @@ def load_config(arguments: list[str]) -> Config:
         raise UserError(f"{HERE / 'config.yaml'} lacks {', '.join(sorted(missing))}")
     config = Config(**{name: section(*(checked(key, values[key], hint) for key, hint in hints.items() if key.startswith(f"{name}.")))
                        for name, section in sections.items()})
-    if len(config.training.adam_betas) != 2:
-        raise UserError(f"training.adam_betas={config.training.adam_betas}: write two numbers, like [0.9, 0.95]")
+    for key, example in (("adam_betas", [0.9, 0.95]), ("clip", [0.2, 0.2])):
+        if (pair := getattr(config.training, key)) is not None and len(pair) != 2:
+            raise UserError(f"training.{key}={pair}: write two numbers, like {example}")
     k, n = config.training.k_best_of_n if len(config.training.k_best_of_n) == 2 else (0, 0)
     if config.training.learning_type == "grpo" and not k == n >= 2:
         raise UserError(f"training.k_best_of_n={config.training.k_best_of_n}: grpo learns from all answers of a group of two "
@@ -271,7 +287,11 @@ def checked(key: str, value, hint):
     if typing.get_origin(kind) is list:
         if isinstance(value, list):
             return [checked(key, item, *typing.get_args(kind)) for item in value]
-        raise UserError(f"{key}={value!r}: it must be a list of numbers")
+        raise UserError(f"{key}={value!r}: it must be a list, like [first, second]{or_null}")
+    if typing.get_origin(kind) is dict:
+        if isinstance(value, dict) and value:
+            return {str(name): checked(f"{key}.{name}", item, typing.get_args(kind)[1]) for name, item in value.items()}
+        raise UserError(f"{key}={value!r}: it must be names with a number each, like {{answer: 1.0, format: 0.5}}{or_null}")
     if typing.get_origin(kind) is Literal:
         kind = Annotated[str, " or ".join(typing.get_args(kind)), typing.get_args(kind).__contains__]
     python_type, description, within = typing.get_args(kind)
@@ -370,8 +390,9 @@ def beside_main(path: str) -> str:
     return str(HERE / path) if not Path(path).exists() and (HERE / path).exists() else path
 
 
-def load_task(name: str):
+def load_task(config: TaskConfig) -> ModuleType:
     """`countdown`, or a Python file with the same names: see the head of countdown.py."""
+    name = config.name
     path = HERE / "countdown.py" if name == "countdown" else Path(beside_main(name))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or not path.is_file():
@@ -379,23 +400,32 @@ def load_task(name: str):
     task = importlib.util.module_from_spec(spec)
     with blame(f"task.name={name!r} cannot be imported"):
         sys.modules[spec.name] = task  # where dataclasses and pickle look for a module's classes
+        sys.path.append(str(path.parent))  # a task may import what lies beside it
         spec.loader.exec_module(task)
     if missing := [key for key in ("load", "reward_function", "REWARD_WEIGHTS", "SOLVED") if not hasattr(task, key)]:
         raise UserError(f"task.name={name!r}: the file does not define {', '.join(missing)}")
     if task.SOLVED not in task.REWARD_WEIGHTS:
         raise UserError(f"task.name={name!r}: SOLVED={task.SOLVED!r} is not one of {list(task.REWARD_WEIGHTS)}")
+    if unknown := (config.reward_weights or {}).keys() - task.REWARD_WEIGHTS.keys():
+        raise UserError(f"task.reward_weights: {name} has no {', '.join(sorted(unknown))}; its parts are {', '.join(task.REWARD_WEIGHTS)}")
+    task.REWARD_WEIGHTS = config.reward_weights or task.REWARD_WEIGHTS
     return task
 
 
-def load_questions(task, config: Config) -> tuple[list[dict], list[dict]]:
+def load_questions(task, tokenizer, config: Config, log: Logger) -> tuple[list[dict], list[dict]]:
     """Training and validation rows, the same on every rank. Equal problems never stand on both sides."""
-    try:
-        rows = task.load(beside_main(config.data.dataset), config.data.max_rows)
-    except ValueError as error:
-        raise UserError(str(error)) from error
     by_problem: dict[object, list[dict]] = {}
-    for row in rows:
-        by_problem.setdefault(row.get("problem", row["prompt"]), []).append(row)
+    with blame(f"task.name={config.task.name!r}: its load() must give dictionaries with a prompt, and does not for {config.data.dataset!r}"):
+        try:
+            rows = task.load(beside_main(config.data.dataset), config.data.max_rows)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        if (longest := config.data.max_prompt_tokens) is not None:
+            fitting = [row for row in rows if len(encode_prompt(row, task, tokenizer, config)) <= longest]
+            log.say(f"data.max_prompt_tokens={longest} leaves out {len(rows) - len(fitting):,} of {len(rows):,} questions")
+            rows = fitting
+        for row in rows:
+            by_problem.setdefault(row.get("problem", row["prompt"]), []).append(row)
     problems = list(by_problem)
     random.Random(f"{config.training.seed} split").shuffle(problems)
     validation = [by_problem[problem][0] for problem in problems[:config.data.num_validation]]
@@ -444,27 +474,42 @@ def load_model(config: Config, device: torch.device):
         raise UserError(f"model.name={name!r}: its tokenizer has no end-of-text token, so no answer could ever end")
     if config.data.prompt_style == "chat" and not tokenizer.chat_template:
         raise UserError(f"data.prompt_style='chat': the tokenizer of {name!r} has no chat template; write base")
+    if config.model.lora_rank:
+        add_adapters(model, config)
     if config.model.gradient_checkpointing:
         model.activation_checkpointing_enable()
     return model.to(device), tokenizer
 
 
-def make_sampler(model, precision: str):
-    """What answers are sampled from: the model itself or, where that is float32 on a GPU, a bfloat16 copy of it."""
-    if precision != "mixed":
-        return model
-    sampler = copy.deepcopy(model)
-    for parameter in sampler.parameters():  # parameters only: rotary frequencies are buffers and stay float32
+def add_adapters(model, config: Config) -> None:
+    """LoRA: to the matrices named, (out, in), is added the product of two thin ones, (out, rank) and (rank, in), and only those learn."""
+    try:
+        import peft  # here, because only this needs it
+    except ImportError:
+        raise UserError(f"model.lora_rank={config.model.lora_rank} needs one package more: pip install peft") from None
+    if Path(model.name_or_path).exists():  # best/ points to what its adapters belong to, from wherever it is loaded
+        model.name_or_path = str(Path(model.name_or_path).resolve())
+    random_stream(config.training.seed, 0, "adapters")
+    with blame(f"model.lora_targets={config.model.lora_targets}: not the names of linear layers of {config.model.name!r}"):
+        model.add_adapter(peft.LoraConfig(r=config.model.lora_rank, lora_alpha=config.model.lora_alpha, task_type="CAUSAL_LM",
+                                          target_modules=config.model.lora_targets or "all-linear"))
+
+
+def frozen_copy(model, precision: str):
+    """To sample from, or to stay what the model is now. Where that is float32 on a GPU, in bfloat16."""
+    frozen = copy.deepcopy(model)
+    for parameter in frozen.parameters():  # parameters only: rotary frequencies are buffers and stay float32
         parameter.requires_grad_(False)
-        parameter.data = parameter.data.to(torch.bfloat16)
-    return sampler
+        parameter.data = parameter.data.to(torch.bfloat16 if precision == "mixed" else parameter.dtype)
+    return frozen
 
 
 @torch.no_grad()
 def refresh_sampler(sampler, model) -> None:
     if sampler is not model:
         for copied, parameter in zip(sampler.parameters(), model.parameters()):
-            copied.copy_(parameter)
+            if parameter.requires_grad:
+                copied.copy_(parameter)
 
 
 def encode_prompt(row: dict, task, tokenizer, config: Config) -> list[int]:
@@ -504,6 +549,8 @@ class Trajectory:
     parts: dict[str, float] = field(default_factory=dict)
     reward: float = 0.0
     advantage: float = 0.0
+    old_logprobs: torch.Tensor | None = None        # of the completion's tokens before the step's first update
+    reference_logprobs: torch.Tensor | None = None  # and those of the reference model
 
     @property
     def length(self) -> int:
@@ -671,24 +718,40 @@ def choose_engine(run: "Run") -> None:
 
 # ================================================================ rewards and advantages
 
-def score(trajectories: list[Trajectory], task) -> None:
+def score(trajectories: list[Trajectory], task, config: Config) -> None:
+    """The task's reward parts, and their weighted sum."""
     for trajectory in trajectories:
-        trajectory.parts = task.reward_function(trajectory.completion, trajectory.row)
+        try:
+            parts = task.reward_function(trajectory.completion, trajectory.row)
+            trajectory.parts = {part: float(parts[part]) for part in dict.fromkeys([*task.REWARD_WEIGHTS, task.SOLVED])}
+            if not all(map(math.isfinite, trajectory.parts.values())):
+                raise ValueError(f"it returned {parts}")
+        except Exception as error:
+            path = Path(config.run.dir, config.run.name, f"failed-reward-{RANK}.json")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({"completion": trajectory.completion, "row": trajectory.row, "error": traceback.format_exc()},
+                                       default=repr, indent=1), encoding="utf-8")
+            calls = [frame.name for frame in traceback.extract_tb(error.__traceback__)[1:]]  # from reward_function to what failed
+            raise UserError(f"task.name={config.task.name!r}: {' > '.join(calls or ['reward_function'])} failed ({type(error).__name__}: "
+                            f"{error}); the completion, its row and the traceback are in {path}") from error
         trajectory.reward = sum(weight * trajectory.parts[part] for part, weight in task.REWARD_WEIGHTS.items())
 
 
-def compute_advantages(group: list[Trajectory], config: Config, stream: random.Random) -> None:
-    """A_ij for the answers j of one question i."""
+def compute_advantages(group: list[Trajectory], config: Config, stream: random.Random) -> list[Trajectory]:
+    """Sets A_ij for the answers j of one question i. Returns those that B counts: all of them, or with sil the k best."""
     rewards = [trajectory.reward for trajectory in group]
     if config.training.learning_type == "sil":
         k, _ = config.training.k_best_of_n
         best = sorted(group, key=lambda trajectory: (trajectory.reward, stream.random()), reverse=True)[:k]
         for trajectory in best:
             trajectory.advantage = float(trajectory.reward > 0)  # nothing that earned nothing is imitated
-    elif max(rewards) > min(rewards):  # else all stay exactly 0, where a float mean would leave 1e-9 behind
+        return best
+    if max(rewards) > min(rewards):  # else all stay exactly 0, where a float mean would leave 1e-9 behind
         mean = sum(rewards) / len(rewards)
+        scale = stdev(rewards) + 1e-4 if config.training.scale_rewards == "group" else 1.0
         for trajectory in group:
-            trajectory.advantage = trajectory.reward - mean
+            trajectory.advantage = (trajectory.reward - mean) / scale
+    return group
 
 
 # ================================================================ learning
@@ -751,6 +814,25 @@ class Policy(nn.Module):
         return logprobs.gather(-1, targets[:, None])[:, 0], entropies
 
 
+def make_reference(model, config: Config):
+    """What the KL term measures from: the log-probabilities of the model as it was loaded, which with adapters is the one without them."""
+    has_adapters, mixed = config.model.lora_rank > 0, config.model.precision == "mixed"
+    frozen = Policy(model if has_adapters else frozen_copy(model, config.model.precision), config.sampling.temperature, mixed)
+
+    @torch.no_grad()
+    def reference(**batch) -> torch.Tensor:
+        if has_adapters:
+            model.disable_adapters()
+        try:
+            logprobs, _ = frozen(**batch)
+        finally:
+            if has_adapters:
+                model.enable_adapters()
+        return logprobs
+
+    return reference
+
+
 def make_micro_batches(trajectories: list[Trajectory], tokens_per_micro_batch: int) -> list[list[Trajectory]]:
     """As many rows together as the budget of padded tokens allows; the longest completions first, those of similar length side by side."""
     batches: list[list[Trajectory]] = []
@@ -784,48 +866,91 @@ def collate(trajectories: list[Trajectory], device: torch.device) -> dict[str, t
             "passes": passes}
 
 
-def policy_loss(logprobs: torch.Tensor, advantages: torch.Tensor, B: int, L: int) -> torch.Tensor:
-    """-(1/(B L)) sum_i sum_j sum_t A_ij log pi(a_ij[t] | q_i, a_ij[<t]); both tensors are (tokens,).
+def policy_loss(logprobs, old_logprobs, reference_logprobs, advantages, lengths, B: int, T: float,
+                training: TrainingConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """-sum_i sum_j sum_t (min(rho A_ij, clip(rho) A_ij) - beta KL) / Z, with log pi(a_ij[t] | q_i, a_ij[<t]) in place of rho where there is
+    one update per batch. All tensors are (tokens,); `lengths` says for each token how long its answer is. Beside the loss, what to watch.
 
-    A sum with a constant normaliser: how rows are split into micro-batches, ordered or shared among ranks changes it only by rounding."""
-    return -(advantages * logprobs).sum() / (B * L)
+    A sum, whose normaliser Z is settled before the first micro-batch: how rows are split into micro-batches, ordered or shared among ranks
+    changes it only by rounding."""
+    watched = {}
+    if training.updates_per_batch == 1:
+        gains = advantages * logprobs  # the ratio rho would be 1, and its gradient is that of the log-probability
+    else:
+        ratios = (logprobs - old_logprobs).exp()
+        gains = advantages * ratios
+        if training.clip:
+            low, high = training.clip
+            clipped = advantages * ratios.clamp(1 - low, 1 + high)
+            watched["clipped"] = (clipped < gains).sum()
+            gains = torch.minimum(gains, clipped)
+    if training.kl_beta:
+        log_ratios = reference_logprobs - logprobs
+        kl = log_ratios.exp() - log_ratios - 1  # the estimator k3: never negative, and right on average
+        watched["kl"] = kl.sum()
+        gains = gains - training.kl_beta * kl
+    L = training.max_new_gen_tokens
+    Z = {"max_length": B * L, "tokens": T, "sequence": B * lengths}[training.loss_normalizer]  # Dr. GRPO, DAPO, GRPO
+    return -(gains / Z).sum(), {name: value.detach() for name, value in watched.items()}
 
 
-def policy_gradient(policy: DistributedDataParallel, trajectories: list[Trajectory], config: Config, device: torch.device,
-                    progress) -> dict[str, float | None]:
+def policy_gradient(policy: DistributedDataParallel, trajectories: list[Trajectory], config: Config, device: torch.device, progress,
+                    reference=None) -> dict[str, float | None]:
     """Leaves the gradient of the whole batch in the parameters of every rank, clipped. Returns what it was like, over all ranks."""
-    # Where the advantage is 0 so is the gradient: such rows are not run at all. A rank left with none runs one of them
-    # all the same, because every rank owes the others exactly one synchronised backward pass.
-    learned = [trajectory for trajectory in trajectories if trajectory.advantage != 0]
-    num_learned, = sum_over_ranks([len(learned)], device)
+    training = config.training
+    # Where the advantage is 0 so is the gradient, but for a KL term: such rows are not run at all. A rank left with none runs one
+    # of them all the same, because every rank owes the others exactly one synchronised backward pass.
+    learned = [trajectory for trajectory in trajectories
+               if (trajectory.advantage != 0 or training.kl_beta) and not (training.mask_truncated and trajectory.truncated)]
+    num_learned, num_tokens = sum_over_ranks([len(learned), sum(len(trajectory.completion_ids) for trajectory in trajectories)], device)
     if num_learned == 0:
         return {"loss": 0.0, "entropy": None, "grad_norm": None, "updated": 0, "non_finite": 0}
-    micro_batches = make_micro_batches(learned or trajectories[:1], config.training.tokens_per_micro_batch)
-    # B counts the answers that this rank may learn from, since DDP takes the mean over ranks: together it is that of the whole batch.
-    B = config.training.num_samples_per_step * config.training.k_best_of_n[0]
+    micro_batches = make_micro_batches(learned or trajectories[:1], training.tokens_per_micro_batch)
+    # B and T count the answers, and their tokens, that a rank may learn from: DDP takes the mean over ranks, which makes the two those of
+    # the whole batch.
+    B, T = len(trajectories), num_tokens / WORLD_SIZE
     policy.zero_grad(set_to_none=False)  # the gradients are views of DDP's buckets: None would make it hold them twice
-    loss_sum, entropy_sum, num_tokens = 0.0, 0.0, 0
+    totals: dict[str, torch.Tensor | float] = {}
     for i, micro_batch in enumerate(micro_batches):
         last = i == len(micro_batches) - 1
         with nullcontext() if last else policy.no_sync():  # around forward and backward: gradients meet once, at the last
             batch = collate(micro_batch, device)
             logprobs, entropies = policy(**batch)
             lengths = torch.tensor([len(trajectory.completion_ids) for trajectory in micro_batch], device=device)
-            advantages = torch.tensor([trajectory.advantage for trajectory in micro_batch], device=device,
-                                      dtype=logprobs.dtype).repeat_interleave(lengths)  # (rows,) -> (tokens,)
-            loss = policy_loss(logprobs, advantages, B, config.training.max_new_gen_tokens)
+            advantages = torch.tensor([trajectory.advantage for trajectory in micro_batch], device=device, dtype=logprobs.dtype)
+            loss, watched = policy_loss(
+                logprobs,
+                once(micro_batch, "old_logprobs", logprobs.detach) if training.updates_per_batch > 1 else None,
+                once(micro_batch, "reference_logprobs", partial(reference, **batch)) if training.kl_beta else None,
+                advantages.repeat_interleave(lengths), lengths.repeat_interleave(lengths),  # (rows,) -> (tokens,)
+                B, T, training)
+            loss = loss * bool(learned)
             loss.backward()
         progress(i + 1, len(micro_batches))
-        loss_sum += loss.detach()
-        if learned:
-            entropy_sum += entropies.sum()
-            num_tokens += len(entropies)
-    grad_norm = float(nn.utils.clip_grad_norm_(policy.parameters(), config.training.max_grad_norm or math.inf))
-    loss_sum, entropy_sum, num_tokens = sum_over_ranks([float(loss_sum), float(entropy_sum), num_tokens], device)
+        seen = {"loss": loss.detach(), "tokens": len(entropies), "entropy": entropies.sum(), **watched}
+        totals = {name: totals.get(name, 0.0) + value * bool(learned) for name, value in seen.items()}
+    grad_norm = float(nn.utils.clip_grad_norm_(policy.parameters(), training.max_grad_norm or math.inf))
+    totals = dict(zip(totals, sum_over_ranks([float(total) for total in totals.values()], device)))
+    loss, num_tokens = totals.pop("loss") / WORLD_SIZE, totals.pop("tokens")
     # Both are the same on every rank, so all of them take the step or none does.
-    if not math.isfinite(grad_norm) or not math.isfinite(loss_sum):
-        return {"loss": None, "entropy": None, "grad_norm": None, "updated": 0, "non_finite": 1}
-    return {"loss": loss_sum / WORLD_SIZE, "entropy": entropy_sum / num_tokens, "grad_norm": grad_norm, "updated": 1, "non_finite": 0}
+    if not math.isfinite(grad_norm) or not math.isfinite(loss):
+        return {"loss": None, "grad_norm": None, **dict.fromkeys(totals), "updated": 0, "non_finite": 1}
+    means = {name: total / num_tokens for name, total in totals.items()}
+    return {"loss": loss, "grad_norm": grad_norm, **means, "updated": 1, "non_finite": 0}
+
+
+def once(trajectories: list[Trajectory], name: str, compute) -> torch.Tensor:
+    """Log-probabilities, (tokens,), that are computed at the first of a step's updates and kept with the trajectories for the others."""
+    if getattr(trajectories[0], name) is None:
+        for trajectory, own in zip(trajectories, compute().split([len(trajectory.completion_ids) for trajectory in trajectories])):
+            setattr(trajectory, name, own)
+    return torch.cat([getattr(trajectory, name) for trajectory in trajectories])
+
+
+def mean_of_updates(updates: list[dict]) -> dict[str, float | None]:
+    """What the updates of one step were like; `updated` counts those made."""
+    means = {name: None if None in values else fmean(values) for name in updates[-1] if (values := [update[name] for update in updates])}
+    return {**means, "updated": sum(update["updated"] for update in updates), "non_finite": updates[-1]["non_finite"]}
 
 
 def learning_advice(trajectories: list[Trajectory], config: Config) -> str:
@@ -858,7 +983,7 @@ def evaluate(model, tokenizer, task, rows: list[dict], step: int, config: Config
     random_stream(config.training.seed, step, "evaluate")
     n = config.validation.best_of_n
     trajectories = sample_trajectories(model, tokenizer, task, rows[RANK::WORLD_SIZE], n, config, progress)
-    score(trajectories, task)
+    score(trajectories, task, config)
     gathered: list | None = [None] * WORLD_SIZE if RANK == 0 else None
     dist.gather_object(trajectories, gathered)
     if RANK != 0:
@@ -915,6 +1040,7 @@ class Run:
     model: PreTrainedModel
     sampler: PreTrainedModel
     policy: DistributedDataParallel
+    reference: typing.Callable | None
     optimizer: torch.optim.Optimizer
     state: State = field(default_factory=State)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -929,18 +1055,18 @@ class Run:
 @enough_memory("preparing: take a smaller model, or change model.precision to bfloat16")
 def prepare(config: Config, device: torch.device, log: Logger) -> Run:
     with together():
-        task = load_task(config.task.name)
+        task = load_task(config.task)
+        model, tokenizer = load_model(config, device)
     for first in (True, False):  # one rank a machine prepares the data, then the others find it prepared
         with together():
             if first == (LOCAL_RANK == 0):
-                training_rows, validation_rows = load_questions(task, config)
-    with together():
-        model, tokenizer = load_model(config, device)
-        with blame("data.prompt_style: the chat template of this tokenizer does not take the messages of this task"):
-            check_lengths(training_rows + validation_rows, model, task, tokenizer, config)
+                training_rows, validation_rows = load_questions(task, tokenizer, config, log)
+    with together(), blame("data.prompt_style: the chat template of this tokenizer does not take the messages of this task"):
+        check_lengths(training_rows + validation_rows, model, task, tokenizer, config)
     policy = DistributedDataParallel(Policy(model, config.sampling.temperature, config.model.precision == "mixed"),
                                      device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, betas=tuple(config.training.adam_betas),
+    reference = make_reference(model, config) if config.training.kl_beta else None
+    optimizer = torch.optim.AdamW([parameter for parameter in policy.parameters() if parameter.requires_grad], lr=0.0, betas=tuple(config.training.adam_betas),
                                   weight_decay=config.training.weight_decay, fused=True)
     # One backward pass and one step of nothing, so that a fresh run starts out as a resumed one does: DDP arranges its buckets
     # anew after its first pass, and from three ranks on sums then differ in the last bit; AdamW's first step makes its moments.
@@ -951,14 +1077,14 @@ def prepare(config: Config, device: torch.device, log: Logger) -> Run:
     optimizer.step()
     for moments in optimizer.state.values():
         moments["step"].zero_()
-    return Run(config, device, log, task, training_rows, validation_rows, tokenizer, model,
-               make_sampler(model, config.model.precision), policy, optimizer)
+    sampler = frozen_copy(model, "mixed") if config.model.precision == "mixed" else model
+    return Run(config, device, log, task, training_rows, validation_rows, tokenizer, model, sampler, policy, reference, optimizer)
 
 
 def state_tensors(run: Run) -> dict[str, torch.Tensor]:
-    """Weights by name, and AdamW's moments of each: {"w": ..., "w/step": ..., "w/exp_avg": ..., "w/exp_avg_sq": ...}."""
+    """The weights that learn, by name, and AdamW's moments of each: {"w": ..., "w/step": ..., "w/exp_avg": ..., "w/exp_avg_sq": ...}."""
     tensors = {}
-    for name, parameter in run.model.named_parameters():
+    for name, parameter in [(name, parameter) for name, parameter in run.model.named_parameters() if parameter.requires_grad]:
         tensors[name] = parameter.data
         tensors |= {f"{name}/{moment}": value for moment, value in run.optimizer.state[parameter].items()}
     return tensors
@@ -978,10 +1104,22 @@ def save_checkpoint(run: Run) -> None:
 
 def save_best(run: Run) -> None:
     def write(folder: Path) -> None:
-        run.model.save_pretrained(folder)
+        model = merged(run.model) if run.config.model.lora_rank and run.config.model.lora_merged else run.model
+        model.save_pretrained(folder)
         run.tokenizer.save_pretrained(folder)
 
     switch_best(run.log.folder, run.state.step, write)
+
+
+def merged(model):
+    """A copy whose adapters are added to the matrices they belong to: a plain model, without need of peft."""
+    model = copy.deepcopy(model)
+    for name, layer in list(model.named_modules()):
+        if hasattr(layer, "get_base_layer"):
+            layer.merge()
+            model.set_submodule(name, layer.get_base_layer())
+    model._hf_peft_config_loaded = False  # what makes `save_pretrained` write adapters alone
+    return model
 
 
 def claim_run_folder(config: Config) -> typing.TextIO:
@@ -1135,6 +1273,7 @@ def step_metrics(groups: list[list[Trajectory]], seconds: dict[str, float], task
         "reward": [answer.reward for answer in answers],
         "reward_std": [pstdev(group) for group in rewards],
         **{f"reward/{part}": [answer.parts[part] for answer in answers] for part in task.REWARD_WEIGHTS},
+        **{f"reward/{part}_std": [pstdev(answer.parts[part] for answer in group) for group in groups] for part in task.REWARD_WEIGHTS},
         "solved": [answer.parts[task.SOLVED] for answer in answers],
         "groups_without_signal": [max(group) == min(group) for group in rewards],
         "completion_length": [len(answer.completion_ids) for answer in answers],
@@ -1175,19 +1314,26 @@ def training_step(run: Run) -> None:
     with run.log.progress("sampling") as progress:
         trajectories = sample_trajectories(run.sampler, run.tokenizer, run.task, rows, n, config, progress)
     sampled = time.perf_counter()
-    score(trajectories, run.task)
+    score(trajectories, run.task, config)
     groups = [trajectories[i:i + n] for i in range(0, len(trajectories), n)]
-    for group in groups:
-        compute_advantages(group, config, stream)
-    with run.log.progress("learning") as progress, enough_memory(f"learning: {learning_advice(trajectories, config)}"):
-        learning = policy_gradient(run.policy, trajectories, config, run.device, progress)
+    candidates = [trajectory for group in groups for trajectory in compute_advantages(group, config, stream)]
     learning_rate = scheduled_learning_rate(step, config)
     for parameters in run.optimizer.param_groups:
         parameters["lr"] = learning_rate
-    with run.settling():
-        if learning["updated"]:
+
+    def gradient() -> dict:
+        with run.log.progress("learning") as progress, enough_memory(f"learning: {learning_advice(candidates, config)}"):
+            return policy_gradient(run.policy, candidates, config, run.device, progress, run.reference)
+
+    updates = [gradient()]
+    with run.settling():  # between two updates of one batch the weights belong to no step
+        while updates[-1]["updated"]:
             run.optimizer.step()
-            refresh_sampler(run.sampler, run.model)
+            if len(updates) == config.training.updates_per_batch:
+                break
+            updates.append(gradient())
+        learning = mean_of_updates(updates)
+        refresh_sampler(run.sampler, run.model)
         seconds = {"sample": sampled - started, "learn": time.perf_counter() - sampled}
         run.log.step(step, {**step_metrics(groups, seconds, run.task, run.device), "learning_rate": learning_rate, **learning})
         run.state.step, run.state.evaluated = step, False

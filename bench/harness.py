@@ -18,6 +18,8 @@ import main
 SHAPES = {
     "qwen2.5-3b": {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
                    "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True},
+    "qwen2.5-1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
+                     "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True},
     "qwen2.5-0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
                      "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True},
     "qwen2.5-head": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 2, "num_attention_heads": 14,
@@ -55,7 +57,7 @@ def model_of_shape(shape: str):
     return load_model
 
 
-def random_rewards(trajectories, task):
+def random_rewards(trajectories, task, config):
     """For main.score: every group has signal, so every row is learned from."""
     stream = random.Random(0)
     for trajectory in trajectories:

@@ -58,11 +58,15 @@ def forecast(config, model_config, prompt: int) -> dict[str, dict[str, float]]:
     L, rows = training.max_new_gen_tokens, training.num_samples_per_step * training.k_best_of_n[1]
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(model_config)
+        if config.model.lora_rank:
+            main.add_adapters(model, config)
     weights, head = sum(parameter.numel() for parameter in model.parameters()), model.get_output_embeddings().weight.numel()
+    learning_weights = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     width = {"float32": 4, "mixed": 4, "bfloat16": 2}[precision]
     compute = 4 if precision == "float32" else 2
-    always = {"weights": weights * width, "gradients": weights * width, "AdamW's moments": 2 * weights * width,
-              "sampling copy": 2 * weights if precision == "mixed" else 0}
+    always = {"weights": weights * width, "gradients": learning_weights * width, "AdamW's moments": 2 * learning_weights * width,
+              "sampling copy": 2 * weights if precision == "mixed" else 0,
+              "reference model": weights * compute if training.kl_beta and not config.model.lora_rank else 0}
 
     at_once = min(rows, config.sampling.max_rows)
     head_width = getattr(model_config, "head_dim", None) or model_config.hidden_size // model_config.num_attention_heads
@@ -78,7 +82,7 @@ def forecast(config, model_config, prompt: int) -> dict[str, dict[str, float]]:
         kept = rest + layers * model_config.hidden_size * compute + layer
     chunk = min(main.LOGITS_PER_CHUNK, tokens * vocabulary)
     learning = {"activations": kept * tokens, "logits, a chunk": chunk * (5 * 4 + (2 if compute == 2 else 0)),
-                "gradients of the projection": 2 * head * width,
+                "gradients of the projection": 0 if config.model.lora_rank else 2 * head * width,
                 "weights cast to bfloat16": 2 * weights if precision == "mixed" else 0}
     return {phase: {name: size / 1e9 for name, size in parts.items() if size}
             for phase, parts in (("always", always), ("while sampling", sampling), ("while learning", learning))}

@@ -47,8 +47,8 @@ def trl() -> None:
     rows_per_pass = int(arguments.pop(0))
     config = main.load_config(arguments)
     training, sampling = config.training, config.sampling
-    task = main.load_task(config.task.name)
-    training_rows, _ = main.load_questions(task, config)
+    task = main.load_task(config.task)
+    training_rows, _ = main.load_questions(task, None, config, None)
     N = training.num_samples_per_step * main.WORLD_SIZE
     order = main.epoch_order(len(training_rows), training.seed, 0)[:steps * N]  # as main.questions takes them
     rows = [training_rows[i] for i in order]

@@ -48,7 +48,7 @@ def update() -> None:
         ids = torch.tensor([t.prompt_ids + t.completion_ids for t in trajectories])
         logprobs = run.model(input_ids=ids).logits.float().log_softmax(-1)[:, 15:-1].gather(-1, ids[:, 16:, None])[..., 0]
         advantages = torch.tensor([t.advantage for t in trajectories])[:, None]
-        (-(advantages * logprobs).sum() / (options.rows * 2 * options.tokens)).backward()
+        (-(advantages * logprobs).sum() / (options.rows * options.tokens)).backward()
     seconds, peak = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     torch.save([parameter.grad for parameter in run.model.parameters()], options.gradient)
     print(json.dumps({"peak_gb": peak * 1024 / 1e9, "before_gb": before * 1024 / 1e9, "seconds": seconds}), flush=True)

@@ -50,27 +50,54 @@ def make_config(**overrides):
 
 
 def make_trajectories(count: int, seed: int = 0, longest: int = 12) -> list:
-    """Random token ids of ragged lengths. Advantages are positive, negative and 0, as after `compute_advantages`."""
+    """Random token ids of ragged lengths, some cut off. Advantages are positive, negative and 0, as after `compute_advantages`."""
     stream = random.Random(seed)
     trajectories = []
     for i in range(count):
         prompt_ids = [stream.randrange(VOCABULARY) for _ in range(stream.randint(2, 9))]
         completion_ids = [stream.randrange(VOCABULARY) for _ in range(stream.randint(1, longest))]
         advantage = 0.0 if i % 4 == 3 else stream.uniform(-1, 1)
-        trajectories.append(main.Trajectory({}, prompt_ids, completion_ids, "", False, advantage=advantage))
+        trajectories.append(main.Trajectory({}, prompt_ids, completion_ids, "", i % 5 == 2, advantage=advantage))
     return trajectories
 
 
-def plain_loss(model, trajectories: list, B: int, L: int, temperature: float) -> torch.Tensor:
-    """-(1/(B L)) sum_i sum_t A_i log pi(a_i[t] | q_i, a_i[<t]) in plain loops, one unpadded sequence at a time."""
+def plain_loss(model, trajectories: list, B: int, L: int, temperature: float, *, normalizer: str = "max_length", clip=None,
+               old: list[list[float]] | None = None, beta: float = 0.0, reference: list[list[float]] | None = None,
+               mask_truncated: bool = False) -> torch.Tensor:
+    """The loss as the papers write it, in plain loops, one unpadded sequence at a time. `old`, `reference`: log-probabilities of each token."""
     total = torch.zeros((), dtype=model.dtype)
+    num_tokens = sum(len(trajectory.completion_ids) for trajectory in trajectories)
+    for i, (trajectory, logprobs) in enumerate(zip(trajectories, plain_logprobs(model, trajectories, temperature))):
+        if mask_truncated and trajectory.truncated:
+            continue
+        for t, logprob in enumerate(logprobs):
+            if old is None:
+                gain = trajectory.advantage * logprob
+            else:
+                ratio = torch.exp(logprob - old[i][t])
+                gain = trajectory.advantage * ratio
+                if clip is not None:
+                    low, high = clip
+                    if trajectory.advantage > 0 and ratio > 1 + high:
+                        gain = trajectory.advantage * torch.tensor(1 + high, dtype=model.dtype)
+                    if trajectory.advantage < 0 and ratio < 1 - low:
+                        gain = trajectory.advantage * torch.tensor(1 - low, dtype=model.dtype)
+            if beta:
+                against = torch.exp(reference[i][t] - logprob)
+                gain = gain - beta * (against - torch.log(against) - 1)
+            total = total + gain / {"max_length": B * L, "tokens": num_tokens, "sequence": B * len(logprobs)}[normalizer]
+    return -total
+
+
+def plain_logprobs(model, trajectories: list, temperature: float) -> list[list[torch.Tensor]]:
+    """log pi(a_i[t] | q_i, a_i[<t]) from the model's own logits."""
+    all_logprobs = []
     for trajectory in trajectories:
         prompt_ids = trajectory.prompt_ids
         logits = model(torch.tensor([prompt_ids + trajectory.completion_ids])).logits[0]
-        for t, token in enumerate(trajectory.completion_ids):
-            probabilities = torch.softmax(logits[len(prompt_ids) + t - 1] / temperature, dim=-1)
-            total = total + trajectory.advantage * torch.log(probabilities[token])
-    return -total / (B * L)
+        all_logprobs.append([torch.log(torch.softmax(logits[len(prompt_ids) + t - 1] / temperature, dim=-1)[token])
+                             for t, token in enumerate(trajectory.completion_ids)])
+    return all_logprobs
 
 
 def gradient(module) -> torch.Tensor:

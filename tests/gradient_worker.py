@@ -1,31 +1,26 @@
-"""Run by torchrun from test_learning.py: each rank learns from its share of one batch; rank 0 leaves the gradients behind."""
+"""Run by torchrun from test_family.py and test_learning.py: each rank learns from its share of one batch, in every case of a list; rank 0
+leaves the gradients behind."""
 
 import json
 import sys
 from pathlib import Path
 
 import torch
-from conftest import gradient, make_config, make_model
-from test_learning import ARCHITECTURE, GROUP, QUESTIONS, TEMPERATURE, L, make_case
-from torch.nn.parallel import DistributedDataParallel
+from conftest import gradient, make_model
+from test_learning import ARCHITECTURE, GROUP, QUESTIONS, learn, make_case
 
 import main
 
 folder = Path(sys.argv[1])
-config = make_config(training__num_samples_per_step=QUESTIONS // main.WORLD_SIZE, training__k_best_of_n=[GROUP, GROUP],
-                     training__max_new_gen_tokens=L, training__max_grad_norm=None, training__tokens_per_micro_batch=60)
 device, _ = main.setup_distributed()
-cases = []
-for dtype in (torch.float32, torch.float64):
-    for idle_share in (False, True):
-        model = make_model(ARCHITECTURE[dtype], dtype)
-        policy = DistributedDataParallel(main.Policy(model, TEMPERATURE, mixed=False), gradient_as_bucket_view=True)
-        batch = make_case(idle_share)
-        share = batch[main.RANK * len(batch) // main.WORLD_SIZE:(main.RANK + 1) * len(batch) // main.WORLD_SIZE]
-        metrics = main.policy_gradient(policy, share, config, device, lambda *_: None)
-        cases.append({"idle_share": idle_share, "file": f"{len(cases)}.pt", "metrics": metrics})
-        if main.RANK == 0:
-            torch.save(gradient(model).clone(), folder / cases[-1]["file"])
-if main.RANK == 0:
-    (folder / "cases.json").write_text(json.dumps(cases))
+for number, case in enumerate(json.loads((folder / "cases.json").read_text())):
+    batch = make_case(case["idle_share"])
+    share = batch[main.RANK * len(batch) // main.WORLD_SIZE:(main.RANK + 1) * len(batch) // main.WORLD_SIZE]
+    assert len(share) == QUESTIONS * GROUP // main.WORLD_SIZE
+    dtype = getattr(torch, case["dtype"])
+    model = make_model(ARCHITECTURE[dtype], dtype)
+    metrics = learn(model, share, device, training__tokens_per_micro_batch=60, **case["keys"])
+    if main.RANK == 0:
+        torch.save(gradient(model).clone(), folder / f"{number}.pt")
+        (folder / f"{number}.json").write_text(json.dumps(metrics))
 main.leave(0)

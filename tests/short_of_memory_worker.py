@@ -16,7 +16,10 @@ def with_little_memory(*arguments):
         with open("/proc/self/statm") as file:
             used = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_AS, (used + 60_000_000, -1))
-    return original(*arguments)
+    try:
+        return original(*arguments)
+    finally:  # or what comes after, like drawing curves, would have none either
+        resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
 
 
 setattr(main, sys.argv[1], with_little_memory)

@@ -1,9 +1,7 @@
 """The gradient: against a formula in plain loops, and the same however the batch is cut, ordered, padded or shared."""
 
 import dataclasses
-import json
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,15 +11,16 @@ from conftest import (
     make_config,
     make_model,
     make_trajectories,
+    plain_logprobs,
     plain_loss,
     relative_error,
-    torchrun,
 )
 from torch.nn.parallel import DistributedDataParallel
 
 import main
 
 TEMPERATURE, L, QUESTIONS, GROUP = 0.7, 12, 6, 4
+SGD_RATE = 0.05
 BOUND = {torch.float32: 1e-5, torch.float64: 1e-11}
 # Rotary positions (and Gemma 2's softmax) are computed in float32 whatever the model's type, and rounded differently for
 # different shapes: only GPT-2, which learns its positions, is exact in float64.
@@ -29,19 +28,51 @@ DTYPE = {name: torch.float64 if name == "gpt2" else torch.float32 for name in AR
 ARCHITECTURE = {torch.float64: "gpt2", torch.float32: "qwen2"}
 
 
+def start_of(model):
+    """What `model` shall have been before it learned: the same architecture, other weights."""
+    reference = make_model(model.config.model_type, model.dtype)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.mul_(0.9)
+    return reference
+
+
+def go_on(model):
+    """In place of AdamW's, between two updates: a step large enough for ratios to leave the clipping range."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.sub_(SGD_RATE * parameter.grad)
+
+
 def learn(model, trajectories, device, **overrides):
-    """The policy_gradient of a copy of what a run would set up; returns its metrics. The gradient stays in `model`."""
-    config = make_config(training__num_samples_per_step=QUESTIONS, training__k_best_of_n=[GROUP, GROUP],
-                         training__max_new_gen_tokens=L, training__max_grad_norm=None, **overrides)
-    policy = DistributedDataParallel(main.Policy(model, TEMPERATURE, mixed=False))
-    return main.policy_gradient(policy, trajectories, config, device, lambda *_: None)
+    """The updates on one batch, as a run of these settings makes them; returns the last one's metrics. Its gradient stays in `model`."""
+    config = make_config(**{"training__max_new_gen_tokens": L, "training__max_grad_norm": None, "sampling__temperature": TEMPERATURE, **overrides})
+    trajectories = [dataclasses.replace(trajectory) for trajectory in trajectories]
+    policy = DistributedDataParallel(main.Policy(model, TEMPERATURE, mixed=False), gradient_as_bucket_view=True)
+    reference = main.make_reference(start_of(model), config) if config.training.kl_beta else None
+    for update in range(config.training.updates_per_batch):
+        if update > 0:
+            go_on(model)
+        metrics = main.policy_gradient(policy, trajectories, config, device, lambda *_: None, reference)
+    return metrics
 
 
-def reference(trajectories, architecture):
-    """In float64 where that means anything."""
-    model = make_model(architecture, DTYPE[architecture])
-    loss = plain_loss(model, trajectories, QUESTIONS * GROUP, L, TEMPERATURE)
-    loss.backward()
+def reference(trajectories, architecture, **overrides):
+    """The same in plain loops, and in float64 where that means anything: loss and gradient of the last update."""
+    training = make_config(**overrides).training
+    model, old = make_model(architecture, DTYPE[architecture]), None
+    if training.updates_per_batch > 1:
+        old = [[value.item() for value in row] for row in plain_logprobs(model, trajectories, TEMPERATURE)]
+    if training.kl_beta:
+        against = [[value.item() for value in row] for row in plain_logprobs(start_of(model), trajectories, TEMPERATURE)]
+    for update in range(training.updates_per_batch):
+        if update > 0:
+            go_on(model)
+        model.zero_grad()
+        loss = plain_loss(model, trajectories, QUESTIONS * GROUP, L, TEMPERATURE, normalizer=training.loss_normalizer, clip=training.clip,
+                          old=old, beta=training.kl_beta, reference=against if training.kl_beta else None,
+                          mask_truncated=training.mask_truncated)
+        loss.backward()
     return loss.item(), gradient(model)
 
 
@@ -121,7 +152,9 @@ def test_skipping_rows_of_zero_advantage_does_not_change_the_gradient(one_rank):
     everything = make_model()
     logprobs, _ = main.Policy(everything, TEMPERATURE, mixed=False)(**main.collate(trajectories, one_rank))
     advantages = torch.tensor([t.advantage for t in trajectories for _ in t.completion_ids])
-    main.policy_loss(logprobs, advantages, QUESTIONS * GROUP, L).backward()
+    lengths = torch.tensor([len(t.completion_ids) for t in trajectories for _ in t.completion_ids])
+    main.policy_loss(logprobs, None, None, advantages, lengths, QUESTIONS * GROUP, 1.0,
+                     make_config(training__max_new_gen_tokens=L).training)[0].backward()
     assert (advantages == 0).any()
     assert relative_error(skipped, gradient(everything)) < 1e-6
 
@@ -141,14 +174,13 @@ def test_a_step_without_signal_changes_nothing(one_rank):
 
 def test_mixed_precision_keeps_float32_masters_and_samples_from_a_bfloat16_copy(one_rank):
     model = make_model()
-    sampler = main.make_sampler(model, "mixed")
+    sampler = main.frozen_copy(model, "mixed")
     with torch.no_grad():
         model.model.norm.weight += 0.37
     main.refresh_sampler(sampler, model)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     for copied, parameter in zip(sampler.parameters(), model.parameters(), strict=True):
         assert torch.equal(copied, parameter.to(torch.bfloat16))
-    assert main.make_sampler(model, "float32") is model
 
     trajectories = make_trajectories(QUESTIONS * GROUP)
     _, expected = reference(trajectories, "qwen2")
@@ -159,20 +191,6 @@ def test_mixed_precision_keeps_float32_masters_and_samples_from_a_bfloat16_copy(
     main.policy_gradient(policy, trajectories, config, one_rank, lambda *_: None)
     assert gradient(mixed).dtype == torch.float32
     assert 1e-6 < relative_error(gradient(mixed), expected) < 0.05  # it did run in bfloat16, and is near
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_the_gradient_is_the_same_on_any_number_of_ranks(num_ranks, tmp_path):
-    """In both types, and also with one rank that has nothing to learn from."""
-    result = torchrun(num_ranks, Path(__file__).with_name("gradient_worker.py"), tmp_path)
-    assert result.returncode == 0, result.stderr
-    cases = json.loads((tmp_path / "cases.json").read_text())
-    assert len(cases) == 4
-    for case in cases:
-        found = torch.load(tmp_path / case["file"], weights_only=True)
-        loss, expected = reference(make_case(case["idle_share"]), ARCHITECTURE[found.dtype])
-        assert relative_error(found, expected) < BOUND[found.dtype], case
-        assert case["metrics"]["loss"] == pytest.approx(loss, rel=BOUND[found.dtype], abs=1e-7)
 
 
 def make_case(idle_share: bool):

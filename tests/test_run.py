@@ -37,7 +37,7 @@ def test_a_run_of_two_ranks_leaves_everything_it_promises(tmp_path):
     assert [(entry["step"], "reward" in entry) for entry in entries] == [
         (0, False), (1, True), (2, True), (2, False), (3, True), (3, False)]
     assert set(entries[1]) == TIMES | {
-        "step", "reward", "reward_std", "reward/format", "reward/answer", "solved", "groups_without_signal", "completion_length",
+        "step", "reward", "reward_std", "reward/format", "reward/format_std", "reward/answer", "reward/answer_std", "solved", "groups_without_signal", "completion_length",
         "truncated", "entropy", "grad_norm", "learning_rate", "loss", "updated", "non_finite"}
     assert set(entries[0]) == {
         "step", "eval/best_of_n", "eval/best_of_n_ci95", "eval/solved", "eval/solved_ci95", "eval/solved/3", "eval/format",
@@ -47,7 +47,7 @@ def test_a_run_of_two_ranks_leaves_everything_it_promises(tmp_path):
     samples = read_jsonl(folder / "samples.jsonl")
     assert len(samples) == 3 * 6 * 2
     assert [(s["step"], s["question"]) for s in samples] == [(step, q) for step in (0, 2, 3) for q in range(6) for _ in range(2)]
-    countdown = main.load_task("countdown")
+    countdown = main.load_task(make_config().task)
     for sample in samples:
         numbers = sample["prompt"].split("numbers ")[1].split(" into")[0]
         target = int(sample["prompt"].split("equals ")[1].split(".")[0])
@@ -108,12 +108,12 @@ def test_the_split_is_by_content_and_the_order_by_seed_alone(tmp_path, monkeypat
     with open(tmp_path / "data.jsonl", "a") as file:
         file.writelines(json.dumps({"nums": nums[::-1], "target": target}) + "\n" for nums, target in problems)
     config = make_config(data__dataset=str(tmp_path / "data.jsonl"), data__num_validation=10, training__num_samples_per_step=4)
-    task = main.load_task("countdown")
+    task = main.load_task(make_config().task)
 
     def content(rows):
         return [(tuple(sorted(row["nums"])), row["target"]) for row in rows]
 
-    training, validation = main.load_questions(task, config)
+    training, validation = main.load_questions(task, None, config, None)
     assert len(validation) == len(set(content(validation))) == 10
     assert not set(content(training)) & set(content(validation))
     assert set(content(training)) | set(content(validation)) == {(tuple(sorted(nums)), target) for nums, target in problems}
@@ -138,7 +138,7 @@ def test_the_split_is_by_content_and_the_order_by_seed_alone(tmp_path, monkeypat
 
 
 def test_best_of_n_and_mean_accuracy_by_hand():
-    task = main.load_task("countdown")
+    task = main.load_task(make_config().task)
     solved = [[1, 0, 0], [0, 0, 0], [1, 1, 1], [0, 1, 1], [0, 0, 0]]
     groups = [[main.Trajectory({"group": 3 + (i > 2)}, [], [0] * (j + 1), "", j == 2, {"format": 0.5, "answer": float(value)}, value + 0.05)
                for j, value in enumerate(values)] for i, values in enumerate(solved)]
@@ -167,7 +167,7 @@ def test_step_metrics_are_means_over_groups_and_answers(one_rank):
     groups = [[main.Trajectory({}, [], [0] * stream.randint(1, 9), "", False, {"format": 1.0, "answer": 0.0}, reward)
                for reward in rewards] for rewards in ([0.1, 0.1], [0.0, 1.0], [1.1, 0.1])]
     trajectories = [trajectory for group in groups for trajectory in group]
-    metrics = main.step_metrics(groups, {"sample": 1.5, "learn": 0.5}, main.load_task("countdown"), one_rank)
+    metrics = main.step_metrics(groups, {"sample": 1.5, "learn": 0.5}, main.load_task(make_config().task), one_rank)
     assert metrics["reward"] == pytest.approx(2.4 / 6)
     assert metrics["reward_std"] == pytest.approx((0 + 0.5 + 0.5) / 3)
     assert metrics["groups_without_signal"] == pytest.approx(1 / 3)
@@ -198,7 +198,7 @@ def test_a_reward_that_is_the_same_for_every_answer_changes_no_weight(tmp_path, 
 
 
 def test_shuffled_rewards_are_as_frequent_as_the_real_ones_and_tell_nothing():
-    task = main.load_task(str(ROOT / "tests" / "tasks" / "shuffled_reward.py"))
+    task = main.load_task(make_config(task__name=str(ROOT / "tests" / "tasks" / "shuffled_reward.py")).task)
     row, stream = {"nums": [1, 2], "target": 3}, random.Random(1)
     answers = [stream.random() < 0.3 for _ in range(4000)]
     parts = [task.reward_function(f"</think><answer>{'1+2' if right else '2-1'}</answer>", row) for right in answers]

@@ -200,7 +200,7 @@ def test_an_answer_that_continuous_batching_has_lost_stops_the_run(monkeypatch):
 
 def test_the_chat_style_puts_the_same_question_through_the_template():
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny" / "model")
-    task = main.load_task("countdown")
+    task = main.load_task(make_config().task)
     row = {"prompt": task.generate_prompt([3, 7, 25], 88)}
     base = tokenizer.decode(main.encode_prompt(row, task, tokenizer, make_config()))
     assert base == row["prompt"] and base.endswith("<think>")

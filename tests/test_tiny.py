@@ -87,7 +87,7 @@ def test_the_folder_and_the_model_are_of_the_promised_size():
 
 
 def test_validation_problems_are_in_neither_kind_of_training(rows):
-    training, validation = main.load_questions(countdown, make_config())
+    training, validation = main.load_questions(countdown, None, make_config(), None)
     assert len(validation) >= 256
     assert not {row["problem"] for row in training} & {row["problem"] for row in validation}
 

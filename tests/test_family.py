@@ -1,0 +1,108 @@
+"""The relatives of Dr. GRPO, each a few keys away: against the papers' formulas in plain loops, on any number of ranks."""
+
+import functools
+import itertools
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import gradient, make_config, make_model, make_trajectories, relative_error, torchrun
+from test_learning import ARCHITECTURE, BOUND, GROUP, QUESTIONS, advantages_of, learn, make_case, reference
+
+import main
+
+GRPO = {"training__loss_normalizer": "sequence"}
+PUBLISHED = {"Dr. GRPO": {}, "GRPO": GRPO, "DAPO": {"training__loss_normalizer": "tokens"}}
+KL = {"training__kl_beta": 0.04}
+CLIP = {"training__clip": [0.2, 0.28]}
+MASK = {"training__mask_truncated": True}
+TWICE = {"training__updates_per_batch": 2}
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("mu", [1, 2])
+@pytest.mark.parametrize("clip", [{}, CLIP], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("kl", [{}, KL], ids=["no KL", "KL"])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_loss_and_gradient_of_each_published_variant_equal_the_plain_formula(name, kl, clip, mu, dtype, one_rank):
+    keys = {**PUBLISHED[name], **kl, **clip, "training__updates_per_batch": mu}
+    trajectories = make_trajectories(QUESTIONS * GROUP)
+    model = make_model(ARCHITECTURE[dtype], dtype)
+    metrics = learn(model, trajectories, one_rank, **keys)
+    expected_loss, expected = reference(trajectories, ARCHITECTURE[dtype], **keys)
+    assert relative_error(gradient(model), expected) < BOUND[dtype]
+    assert metrics["loss"] == pytest.approx(expected_loss, rel=BOUND[dtype], abs=1e-6 if dtype == torch.float32 else 1e-12)
+    assert ("kl" in metrics) == bool(kl) and ("clipped" in metrics) == (bool(clip) and mu == 2)
+    assert metrics.get("kl", 1.0) > 1e-3 and 0.05 < metrics.get("clipped", 0.5) < 0.6  # so that those terms were put to the test
+
+
+def all_combinations():
+    """Each with every other: what holds for the default holds for all of them."""
+    for normalizer, *switches in itertools.product(PUBLISHED.values(), ({}, KL), ({}, MASK), ({}, TWICE, {**TWICE, **CLIP})):
+        keys = dict(normalizer)
+        for switch in switches:
+            keys |= switch
+        yield keys
+
+
+@functools.cache
+def expected_of(case: str):
+    case = json.loads(case)
+    return reference(make_case(case["idle_share"]), ARCHITECTURE[getattr(torch, case["dtype"])], **case["keys"])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_the_gradient_is_the_same_on_any_number_of_ranks(num_ranks, tmp_path):
+    """For every combination, also with one rank that has nothing to learn from; micro-batches are small, so that there are several."""
+    cases = [{"keys": keys, "dtype": "float64", "idle_share": idle} for keys in all_combinations() for idle in (False, True)]
+    cases += [{"keys": {}, "dtype": "float32", "idle_share": idle} for idle in (False, True)]
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    result = torchrun(num_ranks, Path(__file__).with_name("gradient_worker.py"), tmp_path)
+    assert result.returncode == 0, result.stderr
+    for number, case in enumerate(cases):
+        dtype = getattr(torch, case["dtype"])
+        loss, expected = expected_of(json.dumps(case))
+        assert relative_error(torch.load(tmp_path / f"{number}.pt", weights_only=True), expected) < BOUND[dtype], case
+        metrics = json.loads((tmp_path / f"{number}.json").read_text())
+        assert metrics["loss"] == pytest.approx(loss, rel=BOUND[dtype], abs=1e-7 if dtype == torch.float32 else 1e-12), case
+
+
+@pytest.mark.parametrize("keys", list(all_combinations()), ids=str)
+def test_neither_micro_batches_nor_the_order_of_rows_change_the_gradient(keys, one_rank):
+    trajectories = make_trajectories(QUESTIONS * GROUP)
+    gradients = []
+    for tokens in (1, 50, 100_000):
+        random.Random(tokens).shuffle(trajectories)
+        model = make_model("gpt2", torch.float64)
+        learn(model, trajectories, one_rank, training__tokens_per_micro_batch=tokens, **keys)
+        gradients.append(gradient(model).clone())
+    assert relative_error(gradients[1], gradients[0]) < 1e-11 and relative_error(gradients[2], gradients[0]) < 1e-11
+
+
+def test_with_a_kl_term_a_step_without_signal_still_updates(one_rank):
+    trajectories = make_trajectories(QUESTIONS * GROUP)
+    for trajectory in trajectories:
+        trajectory.advantage = 0.0
+    model = make_model()
+    metrics = learn(model, trajectories, one_rank, **KL)
+    assert metrics["updated"] == 1 and metrics["kl"] > 0 and gradient(model).norm() > 0
+
+
+def test_scaled_advantages_are_those_of_grpo_and_still_exactly_zero_without_spread():
+    rewards = [1.1, 0.1, 0.1, 0.0]
+    mean = sum(rewards) / 4
+    deviation = (sum((reward - mean) ** 2 for reward in rewards) / 3) ** 0.5
+    scaled = advantages_of(rewards, training__scale_rewards="group")
+    assert scaled == pytest.approx([(reward - mean) / (deviation + 1e-4) for reward in rewards], rel=1e-12)
+    for size in (2, 7, 16):
+        assert advantages_of([0.1] * size, training__scale_rewards="group") == [0.0] * size
+
+
+def test_sil_learns_from_the_k_best_alone_whatever_the_normaliser_counts():
+    config = make_config(training__learning_type="sil", training__k_best_of_n=[2, 4])
+    group = [main.Trajectory({}, [], [0] * length, "", False, reward=reward) for length, reward in ((1, 0.1), (2, 1.1), (3, 0.0), (4, 0.6))]
+    assert main.compute_advantages(group, config, random.Random(0)) == [group[1], group[3]]
+    everything = make_config()
+    assert main.compute_advantages(group, everything, random.Random(0)) == group
