@@ -39,7 +39,11 @@ MISTAKES = {
     "data.prompt_style=poem": "base or chat", "logging.mlflow=1": "true or false", "run.name=5": "quotes",
     "training.k_best_of_n=8": "list", "training.k_best_of_n=[8]": "[G, G]", "training.k_best_of_n=[4,8]": "[G, G]",
     "training.k_best_of_n=[1,1]": "[G, G]", "training.k_best_of_n=[a,b]": "integer", "training.k_best_of_n=[0,0]": "at least 1",
-    "training.learning_type=sil": "[k, n]", "training.learning_type=ppo": "grpo or sil", "word": "section.key=value",
+    "training.clip=0.2": "list", "training.clip=[0.2]": "two numbers", "training.clip=[0,0.2]": "above 0", "training.kl_beta=-1": "at least 0",
+    "training.scale_rewards=std": "none or group", "training.loss_normalizer=mean": "max_length or tokens or sequence",
+    "training.updates_per_batch=0": "at least 1", "task.reward_weights=answer": "names with a number each", "model.lora_rank=-1": "at least 0",
+    "task.reward_weights={answer: much}": "a number", "task.reward_weights={}": "names with a number each", "model.lora_targets=q_proj": "list",
+    "data.max_prompt_tokens=0": "at least 1", "training.learning_type=sil": "[k, n]", "training.learning_type=ppo": "grpo or sil", "word": "section.key=value",
     "--fast": "usage", "training.seed=[": "not YAML", "training={seed: 1}": "no such key",
 }
 
@@ -71,9 +75,9 @@ def test_the_default_name_is_made_of_what_defines_the_experiment_and_nothing_els
     name = main.default_run_name(make_config())
     assert re.fullmatch(r"grpo-[0-9a-f]{8}", name)
     same = [{"training__max_steps": 7}, {"training__tokens_per_micro_batch": 9}, {"validation__every": 3}, {"run__dir": "x"},
-            {"run__name": "y"}, {"logging__mlflow": True}, {"sampling__max_rows": 3}]
+            {"run__name": "y"}, {"logging__mlflow": True}, {"sampling__max_rows": 3}, {"model__lora_merged": True}]
     other = [{"training__seed": 1}, {"model__name": "m"}, {"data__dataset": "d"}, {"training__num_samples_per_step": 3},
-             {"sampling__temperature": 0.9}, {"training__learning_rate": 1.0}, {"data__num_validation": 9},
+             {"sampling__temperature": 0.9}, {"training__learning_rate": 1.0}, {"data__num_validation": 9}, {"training__kl_beta": 0.1}, {"task__reward_weights": {"answer": 1.0}}, {"model__lora_rank": 2},
              {"training__learning_type": "sil", "training__k_best_of_n": [2, 8]}]
     assert {main.default_run_name(make_config(**overrides)) for overrides in same} == {name}
     assert len({main.default_run_name(make_config(**overrides)) for overrides in other} | {name}) == len(other) + 1

@@ -8,11 +8,28 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, read_jsonl
 from test_resume import SMALL
+
+import main
 
 STUBS = {"srun": '#!/bin/bash\nexec "$@"\n',
          "scontrol": '#!/bin/bash\n[ "$1" = show ] && echo 127.0.0.1 || echo "$@" >> "$STUB_LOG"\n'}
+
+
+@pytest.mark.parametrize("recipe", sorted(path.name for path in (ROOT / "recipes").glob("*.yaml")))
+def test_each_recipe_runs_for_a_step_with_a_tiny_model(recipe, tmp_path):
+    """With all its keys but those of size: its model and data, which a test cannot fetch, and how many tokens and questions."""
+    data = "examples/gsm8k.jsonl" if "gsm8k" in recipe else "tiny/countdown.parquet"
+    small = ["model.name=tiny/model", f"data.dataset={data}", "data.max_rows=200", "data.num_validation=4", "data.max_prompt_tokens=490",
+             "training.max_new_gen_tokens=20", "training.num_samples_per_step=2", "training.max_steps=1", "validation.best_of_n=2"]
+    assert main.main(["--config", f"recipes/{recipe}", *small, f"run.dir={tmp_path}", "run.name=a"]) == 0
+    evaluation, step, _ = read_jsonl(tmp_path / "a" / "metrics.jsonl")
+    assert "eval/solved" in evaluation and step["step"] == 1 and step["non_finite"] == 0
+    keys, left = main.read_yaml(ROOT / "recipes" / recipe), main.read_yaml(tmp_path / "a" / "config.yaml")
+    assert {key: left[key] for key in keys if not any(argument.startswith(f"{key}=") for argument in small)} == {
+        key: value for key, value in keys.items() if not any(argument.startswith(f"{key}=") for argument in small)}
+    assert "GB" in (ROOT / "recipes" / recipe).read_text().split("model:")[0]  # what it is meant for
 
 
 @pytest.mark.soak

@@ -1,0 +1,145 @@
+"""Adapters: what learns, what stays, what is sampled from, and what is left in best/."""
+
+import sys
+
+import pytest
+import torch
+import transformers
+from conftest import (
+    ROOT,
+    make_config,
+    make_trajectories,
+    plain_logprobs,
+    plain_loss,
+    read_jsonl,
+    relative_error,
+    torchrun,
+)
+from test_learning import GROUP, QUESTIONS, TEMPERATURE, L
+from test_resume import SMALL, digest
+from torch.nn.parallel import DistributedDataParallel
+
+import main
+
+LORA = ["model.lora_rank=4", "model.lora_alpha=8"]
+FAMILY = ["training.kl_beta=0.05", "training.updates_per_batch=2", "training.clip=[0.2,0.2]", "training.scale_rewards=group",
+          "training.loss_normalizer=tokens", "training.mask_truncated=true"]
+
+
+def with_adapters(**more):
+    """A model whose adapters have learned something already: fresh ones add nothing."""
+    config = make_config(model__lora_rank=4, model__precision="float32", **more)
+    model, tokenizer = main.load_model(config, torch.device("cpu"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.1)
+    return model.eval(), tokenizer, config
+
+
+def test_only_the_adapters_learn_and_the_kl_term_measures_from_the_model_without_them(one_rank):
+    """Against the plain formula, whose reference is the model that the adapters were added to."""
+    model, _, config = with_adapters(training__kl_beta=0.5, training__max_new_gen_tokens=L, sampling__temperature=TEMPERATURE,
+                                     training__max_grad_norm=None, training__tokens_per_micro_batch=60)
+    base = transformers.AutoModelForCausalLM.from_pretrained(ROOT / "tiny" / "model").eval()
+    trajectories = make_trajectories(QUESTIONS * GROUP)
+    against = [[value.item() for value in row] for row in plain_logprobs(base, trajectories, TEMPERATURE)]
+    plain_loss(model, trajectories, QUESTIONS * GROUP, L, TEMPERATURE, beta=0.5, reference=against).backward()
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    expected = torch.cat([parameter.grad.flatten() for parameter in learning])
+    model.zero_grad()
+    policy = DistributedDataParallel(main.Policy(model, TEMPERATURE, mixed=False))
+    metrics = main.policy_gradient(policy, trajectories, config, one_rank, lambda *_: None, main.make_reference(model, config))
+    assert metrics["kl"] > 1e-3 and relative_error(torch.cat([parameter.grad.flatten() for parameter in learning]), expected) < 1e-5
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert names and all("lora_" in name for name in names) and not any("lm_head" in name for name in names)
+
+
+def test_lora_targets_names_the_layers_that_get_adapters():
+    model, _, _ = with_adapters(model__lora_targets=["q_proj", "v_proj"])
+    assert {name.split(".")[-4] for name, parameter in model.named_parameters() if parameter.requires_grad} == {"q_proj", "v_proj"}
+    with pytest.raises(main.UserError, match=r"model.lora_targets=\['no_such'\]"):
+        with_adapters(model__lora_targets=["no_such"])
+
+
+def test_without_peft_the_one_line_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(main.UserError, match="pip install peft"):
+        with_adapters()
+
+
+def test_both_engines_sample_through_the_adapters():
+    """At top_k 1 there is one answer: that of the model with the adapters added in, and not that of the model without them."""
+    model, tokenizer, config = with_adapters(sampling__top_k=1, training__max_new_gen_tokens=24)
+    task = main.load_task(config.task)
+    rows = task.load(str(ROOT / "tiny" / "countdown.parquet"), 4)
+
+    def answers(model, engine):
+        config.sampling.engine = engine
+        trajectories = main.sample_trajectories(model, tokenizer, task, rows, 2, config, lambda *_: None)
+        return [trajectory.completion_ids for trajectory in trajectories]
+
+    expected = answers(main.merged(model), "generate")
+    assert answers(model, "generate") == expected and answers(model, "continuous") == expected
+    assert expected != answers(transformers.AutoModelForCausalLM.from_pretrained(ROOT / "tiny" / "model"), "generate")
+
+
+def test_best_is_an_adapter_that_loads_from_anywhere_or_a_whole_model_on_request(tmp_path, monkeypatch):
+    ids = torch.arange(2, 30)[None]
+    logits = []
+    for merged in ("false", "true"):
+        assert main.main([*SMALL, *LORA, "training.max_steps=2", "validation.every=1", f"model.lora_merged={merged}",
+                          "training.learning_rate=0.02", f"run.dir={tmp_path / merged}"]) == 0
+        monkeypatch.chdir("/")
+        best = tmp_path / merged / "a" / "best"
+        model = transformers.AutoModelForCausalLM.from_pretrained(best).eval()
+        assert len(transformers.AutoTokenizer.from_pretrained(best)) == model.config.vocab_size
+        assert (best / "adapter_model.safetensors").exists() == (merged == "false")
+        assert (best / "model.safetensors").exists() == (merged == "true")
+        assert any("lora_" in name for name, _ in model.named_parameters()) == (merged == "false")
+        logits.append(model(ids).logits)
+        monkeypatch.chdir(ROOT)
+    assert torch.allclose(*logits, atol=1e-3)
+
+
+@pytest.mark.parametrize("more", [[], LORA], ids=["full", "LoRA"])
+def test_with_the_whole_family_switched_on_a_resumed_run_ends_as_an_uninterrupted_one(more, tmp_path):
+    """On two ranks. The reference stays the model that the run began with, and not what it had become by the checkpoint."""
+    def outcome(folder, *steps):
+        for max_steps in steps:
+            result = torchrun(2, "main.py", *SMALL, *FAMILY, *more, f"training.max_steps={max_steps}", "checkpoint.every=2",
+                              "validation.every=2", f"run.dir={folder}")
+            assert result.returncode == 0, result.stderr
+        metrics = [{key: value for key, value in entry.items() if "seconds" not in key and "memory" not in key}
+                   for entry in read_jsonl(folder / "a" / "metrics.jsonl")]
+        return metrics, digest(folder / "a" / "checkpoints" / "step-000004" / "tensors.safetensors")
+
+    metrics, tensors = outcome(tmp_path / "whole", 4)
+    assert outcome(tmp_path / "twice", 2, 4) == (metrics, tensors)
+    last = metrics[-2]
+    assert last["updated"] == 2 and last["kl"] > 0 and 0 <= last["clipped"] <= 1
+    assert metrics[1]["kl"] < last["kl"]
+
+
+def test_the_frozen_copy_for_mixed_precision_is_refreshed_where_the_model_learns(one_rank):
+    model, _, _ = with_adapters()
+    sampler = main.frozen_copy(model, "mixed")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.37 * parameter.requires_grad
+    main.refresh_sampler(sampler, model)
+    for copied, parameter in zip(sampler.parameters(), model.parameters(), strict=True):
+        assert torch.equal(copied, parameter.to(torch.bfloat16)) and not copied.requires_grad
+
+
+def test_gradient_checkpointing_changes_nothing_about_adapters(one_rank):
+    gradients = []
+    for checkpointing in (False, True):
+        torch.manual_seed(1)
+        model, _, config = with_adapters(model__gradient_checkpointing=checkpointing, training__max_grad_norm=None)
+        policy = DistributedDataParallel(main.Policy(model.train(), TEMPERATURE, mixed=False))
+        main.policy_gradient(policy, make_trajectories(QUESTIONS * GROUP), config, one_rank, lambda *_: None)
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.requires_grad]))
+    assert relative_error(gradients[1], gradients[0]) < 1e-5
+
+
