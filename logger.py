@@ -3,16 +3,18 @@
     runs/<name>/config.yaml      every setting, resolved
     runs/<name>/metrics.jsonl    one object per step and per evaluation
     runs/<name>/samples.jsonl    the answers of each evaluation with their rewards
-    runs/<name>/curves.png       accuracy, reward and length over the steps
+    runs/<name>/curves.png       accuracy, reward, length and the like over the steps
     runs/<name>/summary.json     how it began, how it ended, what was best; also the last line on stdout
 
-and, filled by main.py, runs/<name>/checkpoints/ and the link runs/<name>/best, whose mechanics are at the end of this file.
+and, filled by main.py, runs/<name>/checkpoints/ and the link runs/<name>/best (with a model card from here), whose mechanics are at the
+end of this file.
 """
 
 import contextlib
 import dataclasses
 import fcntl
 import hashlib
+import importlib.util
 import itertools
 import json
 import os
@@ -29,6 +31,7 @@ import transformers
 import yaml
 
 SECONDS_BETWEEN_PROGRESS_LINES = 30  # where stdout is not a terminal
+SECONDS_BETWEEN_DRAWINGS = 60
 SECONDS_TO_END_MLFLOW = {"FINISHED": 60, "FAILED": 5, "KILLED": 5}  # for what it has not been told yet
 KEPT = ("metrics.jsonl", "samples.jsonl")  # files that grow, and are cut back when a run goes on from a checkpoint
 
@@ -44,6 +47,7 @@ class Logger:
         self.mlflow_run_id: str | None = None
         self.mlflow_calls: queue.Queue | None = None  # for the thread that talks to MLflow; None without it
         self.is_terminal = sys.stdout.isatty()
+        self.drawn = self.started  # when the curves were
         if not (active and self.is_terminal):
             transformers.utils.logging.disable_progress_bar()
         if active:
@@ -133,6 +137,8 @@ class Logger:
         print(f"step {step:>5}  reward {metrics['reward']:6.3f}  solved {metrics['solved']:5.3f}  "
               f"no signal {metrics['groups_without_signal']:4.2f}  length {metrics['completion_length']:6.1f}  "
               f"truncated {metrics['truncated']:4.2f}  {learned}  {seconds:5.2f} s  {metrics['tokens_per_second']:7,.0f} tok/s")
+        if time.time() - self.drawn > SECONDS_BETWEEN_DRAWINGS:
+            self._draw_curves()
 
     def evaluation(self, step: int, metrics: dict, groups: list) -> None:
         """`groups`: for each held-out question its answers."""
@@ -143,9 +149,9 @@ class Logger:
                     "reward": answer.reward, **answer.parts, "truncated": answer.truncated}
                    for i, group in enumerate(groups) for answer in group]
         self._append("samples.jsonl", samples)
-        print(f"evaluation at step {step}: solved {_with_interval(metrics, 'eval/solved')}, best of "
-              f"{self.config.validation.best_of_n} {_with_interval(metrics, 'eval/best_of_n')}, "
-              f"length {metrics['eval/completion_length']:.1f}")
+        print(self._bold(f"evaluation at step {step}: solved {_with_interval(metrics, 'eval/solved')}, best of "
+                         f"{self.config.validation.best_of_n} {_with_interval(metrics, 'eval/best_of_n')}, "
+                         f"length {metrics['eval/completion_length']:.1f}"))
         for group in groups[:3]:
             answer = group[0]
             parts = ", ".join(f"{name} {value:.2f}" for name, value in answer.parts.items())
@@ -153,6 +159,9 @@ class Logger:
                   + f"\n    -> reward {answer.reward:.2f} ({parts})")
         self._draw_curves()
         self._mlflow("log_table", {key: [sample[key] for sample in samples] for key in samples[0]}, f"samples/step-{step:06d}.json")
+
+    def _bold(self, text: str) -> str:
+        return f"\033[1m{text}\033[0m" if self.is_terminal and not os.environ.get("NO_COLOR") else text
 
     def _keep(self, step: int, metrics: dict) -> None:
         self.history.append({"step": step, **metrics})
@@ -174,10 +183,16 @@ class Logger:
         summary = {"run": self.config.run.name, "folder": str(self.folder), "steps": last["step"],
                    "seconds": round(time.time() - self.started, 1), "first": first, "last": last, "best": best}
         (self.folder / "summary.json").write_text(json.dumps(summary) + "\n", encoding="utf-8")
-        print(f"solved {first['eval/solved']:.3f} -> {last['eval/solved']:.3f}, best of {self.config.validation.best_of_n} "
-              f"{first['eval/best_of_n']:.3f} -> {last['eval/best_of_n']:.3f}; the best model is in {self.folder / 'best'}")
+        print(self._bold(f"solved {first['eval/solved']:.3f} -> {last['eval/solved']:.3f}, best of {self.config.validation.best_of_n} "
+                         f"{first['eval/best_of_n']:.3f} -> {last['eval/best_of_n']:.3f}, reward {first['eval/reward']:.3f} -> "
+                         f"{last['eval/reward']:.3f}, in {last['step']} steps and {summary['seconds']:,.0f} s"))
+        print(f"the best model, of step {best['step']}, is in {self.folder / 'best'}"
+              + (f"; try it: {sys.executable} examples/ask.py --model {self.folder / 'best'} 3 7 25 = 88"
+                 if self.config.task.name == "countdown" else ""))
         for name in ("config.yaml", "metrics.jsonl", "samples.jsonl", "curves.png", "summary.json"):
             self._mlflow("log_artifact", str(self.folder / name))
+        if self.config.logging.mlflow_model:
+            self._mlflow("log_artifacts", str((self.folder / "best").resolve()), "best")
         self._end_mlflow("FINISHED")
         print(json.dumps(summary))
 
@@ -200,19 +215,37 @@ class Logger:
         matplotlib.use("Agg")
         from matplotlib import pyplot
 
-        panels = {"accuracy": {"solved": "training", "eval/solved": "held out", "eval/best_of_n": "held out, best of n"},
-                  "reward": {"reward": "training", "eval/reward": "held out"},
-                  "completion length": {"completion_length": "training", "eval/completion_length": "held out"}}
-        styles = [{"color": "0.65", "linewidth": 1}, {"color": "0", "marker": "o"}, {"color": "0.35", "marker": "s", "linestyle": "--"}]
-        figure, axes = pyplot.subplots(1, len(panels), figsize=(4 * len(panels), 3), layout="constrained")
-        for axis, (title, lines) in zip(axes, panels.items()):
-            for (metric, label), style in zip(lines.items(), styles):
-                points = [(entry["step"], entry[metric]) for entry in self.history if metric in entry]
-                axis.plot([step for step, _ in points], [value for _, value in points], label=label, **style)
+        self.drawn = time.time()
+        panels = {"solved": ("solved", "eval/solved"), "best of n": ("eval/best_of_n",), "reward": ("reward", "eval/reward"),
+                  "completion length": ("completion_length", "eval/completion_length"), "truncated": ("truncated", "eval/truncated"),
+                  "groups without signal": ("groups_without_signal",)}
+        figure, axes = pyplot.subplots(2, 3, figsize=(12, 6), layout="constrained")
+        for axis, (title, metrics) in zip(axes.flat, panels.items()):
+            for metric in metrics:
+                points = [(entry["step"], entry[metric], entry.get(f"{metric}_ci95") or 0.0) for entry in self.history if metric in entry]
+                steps, values, intervals = zip(*points) if points else ((), (), ())
+                held_out = metric.startswith("eval/")
+                style = {"color": "0", "marker": "o", "label": "held out"} if held_out else {"color": "0.6", "linewidth": 1, "label": "training"}
+                axis.plot(steps, values, **style)
+                if any(intervals):
+                    axis.fill_between(steps, [value - interval for value, interval in zip(values, intervals)],
+                                      [value + interval for value, interval in zip(values, intervals)], color="0", alpha=0.12, linewidth=0)
             axis.set(title=title, xlabel="step")
             axis.legend(fontsize=8)
         figure.savefig(self.folder / "curves.png", dpi=110)
         pyplot.close(figure)
+
+    def card(self, folder: Path, step: int, metrics: dict, prompt: str) -> None:
+        """README.md of a model: what it came from, how, how well it does and how to use it."""
+        config, first = self.config, next((entry for entry in self.history if "eval/solved" in entry), metrics)
+        is_local = Path(config.model.name).exists()
+        results = "\n".join(f"| {name} | {_with_interval(first, name)} | {_with_interval(metrics, name)} |" for name in ("eval/solved", "eval/best_of_n"))
+        settings = yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
+        (folder / "README.md").write_text(CARD.format(
+            base="" if is_local else f"base_model: {config.model.name}\n", name=config.run.name, model=config.model.name, step=step,
+            dataset=config.data.dataset, task=config.task.name, learning=config.training.learning_type, n=config.validation.best_of_n,
+            held_out=config.data.num_validation, results=results, settings=settings, prompt=json.dumps(prompt), folder=self.folder / "best",
+            L=config.training.max_new_gen_tokens, temperature=config.sampling.temperature), encoding="utf-8")
 
     def _start_mlflow(self, parameters: dict, run_id: str | None) -> None:
         # Its client retries a dead server for minutes by default.
@@ -230,16 +263,19 @@ class Logger:
         try:
             if not {"MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"} & os.environ.keys():
                 mlflow.set_experiment("onefile-grpo")
-            run = mlflow.start_run(run_id=run_id, run_name=self.config.run.name)
+            has_psutil = importlib.util.find_spec("psutil") is not None  # what system metrics are read with
+            run = mlflow.start_run(run_id=run_id, run_name=self.config.run.name, log_system_metrics=has_psutil)
             self.mlflow_run_id = run.info.run_id
+            where = mlflow.get_tracking_uri()
+            page = where if where.startswith("http") else f"http://127.0.0.1:5000 after `mlflow ui --backend-store-uri {where}`"
+            print(f"MLflow: {_without_password(page)} shows this run" + ("" if has_psutil else "; for system metrics, pip install psutil"))
             mlflow.log_params({key: value for key, value in parameters.items() if key not in run.data.params})  # they cannot be changed
             while mlflow.active_run():
                 function, arguments, named = self.mlflow_calls.get()
                 getattr(mlflow, function)(*arguments, **named)
         except (mlflow.exceptions.MlflowException, OSError) as error:
-            message = re.sub(r"//[^/@\s]*@", "//", " ".join(str(error).split()))  # its address may hold a password
-            print(f"warning: MLflow failed ({type(error).__name__}: {message[:200]}); this run goes on without it, its files are in "
-                  f"{self.folder}")
+            message = _without_password(" ".join(str(error).split()))[:200]
+            print(f"warning: MLflow failed ({type(error).__name__}: {message}); this run goes on without it, its files are in {self.folder}")
             self.mlflow_calls = None
 
     def _mlflow(self, function: str, *arguments, **named) -> None:
@@ -373,3 +409,40 @@ def _shorten(text: str, limit: int = 600) -> str:
 def _with_interval(metrics: dict, name: str) -> str:
     interval = metrics[f"{name}_ci95"]
     return f"{metrics[name]:.3f}" + ("" if interval is None else f" ± {interval:.3f}")
+
+
+def _without_password(text: str) -> str:
+    return re.sub(r"//[^/@\s]*@", "//", text)  # http://user:password@server
+
+
+CARD = """---
+library_name: transformers
+{base}tags: [reinforcement-learning, grpo]
+---
+# {name}
+
+`{model}` after {step} steps of {learning} on the task `{task}` (`{dataset}`), trained with onefile-grpo.
+
+| on {held_out} questions held out, {n} answers each | before | this model |
+| --- | --- | --- |
+{results}
+
+`eval/solved` is the share of single answers that solve their question, `eval/best_of_n` that of questions whose best answer does, each ± half the width
+of its 95 % interval. This is the model of the best of several evaluations, on the same questions, so a little of its lead is luck.
+
+## Use
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer, model = AutoTokenizer.from_pretrained("{folder}"), AutoModelForCausalLM.from_pretrained("{folder}")
+prompt = tokenizer({prompt}, add_special_tokens=False, return_tensors="pt")
+answer = model.generate(**prompt, max_new_tokens={L}, do_sample=True, temperature={temperature}, top_k=0)
+print(tokenizer.decode(answer[0], skip_special_tokens=True))
+```
+
+## Settings
+
+```yaml
+{settings}```
+"""

@@ -7,7 +7,7 @@ The algorithm, once per step:
   4. compare each answer with its group: A_ij = r_ij - mean_j r_ij         compute_advantages
   5. raise the log-probability of the better ones and lower that of the worse:
          loss = -sum_i sum_j sum_t A_ij log pi(a_ij[t] | q_i, a_ij[<t]) / (B L)         policy_loss
-  6. one AdamW step on the gradient that all ranks share    policy_gradient, training_step
+  6. an AdamW step on the gradient that all ranks share     policy_gradient, training_step
   7. now and then, measure on questions never trained on    evaluate
      and save all that going on from here takes             save_checkpoint
 
@@ -43,10 +43,10 @@ import uuid
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from statistics import fmean, pstdev, stdev
-from types import ModuleType, UnionType
+from types import SimpleNamespace, UnionType
 from typing import Annotated, Literal
 
 from dotenv import load_dotenv
@@ -162,17 +162,17 @@ class TrainingConfig:
     scale_rewards: Literal["none", "group"]
     loss_normalizer: Literal["max_length", "tokens", "sequence"]
     updates_per_batch: Count
-    clip: list[Positive] | None
+    clip: tuple[Positive, Positive] | None
     kl_beta: NotNegative
     mask_truncated: Flag
     num_samples_per_step: Count
-    k_best_of_n: list[Count]
+    k_best_of_n: tuple[Count, Count]
     max_new_gen_tokens: Count
     max_steps: Natural
     learning_rate: Positive
     warmup_steps: Natural
     decay_steps: Count | None
-    adam_betas: list[Decay]
+    adam_betas: tuple[Decay, Decay]
     weight_decay: Decay
     max_grad_norm: Positive | None
     tokens_per_micro_batch: Count
@@ -207,6 +207,7 @@ class RunConfig:
 @dataclass
 class LoggingConfig:
     mlflow: Flag
+    mlflow_model: Flag
 
 @dataclass
 class Config:
@@ -223,7 +224,7 @@ class Config:
 # What may differ between two starts of one experiment. A run's default name is made of all the other keys.
 NOT_THE_EXPERIMENT = {"training.max_steps", "training.max_bad_steps", "training.tokens_per_micro_batch", "sampling.max_rows",
                       "sampling.engine", "model.attention", "model.gradient_checkpointing", "model.lora_merged", "validation.every", "checkpoint.every",
-                      "checkpoint.keep", "run.dir", "run.name", "run.resume", "run.resume_anyway", "logging.mlflow"}
+                      "checkpoint.keep", "run.dir", "run.name", "run.resume", "run.resume_anyway", "logging.mlflow", "logging.mlflow_model"}
 
 
 def load_config(arguments: list[str]) -> Config:
@@ -256,10 +257,7 @@ def load_config(arguments: list[str]) -> Config:
         raise UserError(f"{HERE / 'config.yaml'} lacks {', '.join(sorted(missing))}")
     config = Config(**{name: section(*(checked(key, values[key], hint) for key, hint in hints.items() if key.startswith(f"{name}.")))
                        for name, section in sections.items()})
-    for key, example in (("adam_betas", [0.9, 0.95]), ("clip", [0.2, 0.2])):
-        if (pair := getattr(config.training, key)) is not None and len(pair) != 2:
-            raise UserError(f"training.{key}={pair}: write two numbers, like {example}")
-    k, n = config.training.k_best_of_n if len(config.training.k_best_of_n) == 2 else (0, 0)
+    k, n = config.training.k_best_of_n
     if config.training.learning_type == "grpo" and not k == n >= 2:
         raise UserError(f"training.k_best_of_n={config.training.k_best_of_n}: grpo learns from all answers of a group of two "
                         "or more; write [G, G], like [8, 8], or set training.learning_type to sil")
@@ -284,10 +282,11 @@ def checked(key: str, value, hint):
     kind, or_null = kinds[0], " or null" if type(None) in kinds else ""
     if value is None and or_null:
         return None
-    if typing.get_origin(kind) is list:
-        if isinstance(value, list):
-            return [checked(key, item, *typing.get_args(kind)) for item in value]
-        raise UserError(f"{key}={value!r}: it must be a list, like [first, second]{or_null}")
+    if typing.get_origin(kind) in (list, tuple):
+        items = typing.get_args(kind)
+        if isinstance(value, list) and len(items) in (1, len(value)):
+            return [checked(key, item, items[0]) for item in value]
+        raise UserError(f"{key}={value!r}: it must be a list{' of two' if len(items) == 2 else ''}, like [first, second]{or_null}")
     if typing.get_origin(kind) is dict:
         if isinstance(value, dict) and value:
             return {str(name): checked(f"{key}.{name}", item, typing.get_args(kind)[1]) for name, item in value.items()}
@@ -377,10 +376,10 @@ def together():
         raise UserError(next(filter(None, errors)))
 
 
-def sum_over_ranks(values: list[float], device: torch.device) -> list[float]:
-    total = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(total)
-    return total.tolist()
+def over_ranks(values: list[float], device: torch.device, operation=dist.ReduceOp.SUM) -> list[float]:
+    result = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(result, operation)
+    return result.tolist()
 
 
 # ================================================================ task, data, model
@@ -390,7 +389,7 @@ def beside_main(path: str) -> str:
     return str(HERE / path) if not Path(path).exists() and (HERE / path).exists() else path
 
 
-def load_task(config: TaskConfig) -> ModuleType:
+def load_task(config: TaskConfig) -> SimpleNamespace:
     """`countdown`, or a Python file with the same names: see the head of countdown.py."""
     name = config.name
     path = HERE / "countdown.py" if name == "countdown" else Path(beside_main(name))
@@ -408,8 +407,10 @@ def load_task(config: TaskConfig) -> ModuleType:
         raise UserError(f"task.name={name!r}: SOLVED={task.SOLVED!r} is not one of {list(task.REWARD_WEIGHTS)}")
     if unknown := (config.reward_weights or {}).keys() - task.REWARD_WEIGHTS.keys():
         raise UserError(f"task.reward_weights: {name} has no {', '.join(sorted(unknown))}; its parts are {', '.join(task.REWARD_WEIGHTS)}")
-    task.REWARD_WEIGHTS = config.reward_weights or task.REWARD_WEIGHTS
-    return task
+    return SimpleNamespace(**{**vars(task), "REWARD_WEIGHTS": config.reward_weights or task.REWARD_WEIGHTS})
+
+
+NO_TEMPLATE = "data.prompt_style: the chat template of this tokenizer does not take the messages of this task"
 
 
 def load_questions(task, tokenizer, config: Config, log: Logger) -> tuple[list[dict], list[dict]]:
@@ -421,7 +422,10 @@ def load_questions(task, tokenizer, config: Config, log: Logger) -> tuple[list[d
         except ValueError as error:
             raise UserError(str(error)) from error
         if (longest := config.data.max_prompt_tokens) is not None:
-            fitting = [row for row in rows if len(encode_prompt(row, task, tokenizer, config)) <= longest]
+            with blame(NO_TEMPLATE):
+                fitting = [row for row in rows if len(encode_prompt(row, task, tokenizer, config)) <= longest]
+            if not fitting:
+                raise UserError(f"data.max_prompt_tokens={longest}: each of the {len(rows):,} questions is longer")
             log.say(f"data.max_prompt_tokens={longest} leaves out {len(rows) - len(fitting):,} of {len(rows):,} questions")
             rows = fitting
         for row in rows:
@@ -489,19 +493,25 @@ def add_adapters(model, config: Config) -> None:
         raise UserError(f"model.lora_rank={config.model.lora_rank} needs one package more: pip install peft") from None
     if Path(model.name_or_path).exists():  # best/ points to what its adapters belong to, from wherever it is loaded
         model.name_or_path = str(Path(model.name_or_path).resolve())
-    random_stream(config.training.seed, 0, "adapters")
-    with blame(f"model.lora_targets={config.model.lora_targets}: not the names of linear layers of {config.model.name!r}"):
+    if unknown := [target for target in config.model.lora_targets or []
+                   if not any(f".{name}".endswith(f".{target}") for name, _ in model.named_modules())]:
+        raise UserError(f"model.lora_targets: {config.model.name!r} has no layers named {', '.join(unknown)}")
+    random_stream(config.training.seed, 0, "adapters")  # DDP gives all ranks those of rank 0
+    with blame(f"model.lora_targets={config.model.lora_targets}: not all are linear layers of {config.model.name!r}"):
         model.add_adapter(peft.LoraConfig(r=config.model.lora_rank, lora_alpha=config.model.lora_alpha, task_type="CAUSAL_LM",
                                           target_modules=config.model.lora_targets or "all-linear"))
+    if config.model.precision == "mixed":  # what does not learn needs no master weights, which autocast would cast for every pass
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else torch.bfloat16)
 
 
-def frozen_copy(model, precision: str):
-    """To sample from, or to stay what the model is now. Where that is float32 on a GPU, in bfloat16."""
-    frozen = copy.deepcopy(model)
-    for parameter in frozen.parameters():  # parameters only: rotary frequencies are buffers and stay float32
-        parameter.requires_grad_(False)
-        parameter.data = parameter.data.to(torch.bfloat16 if precision == "mixed" else parameter.dtype)
-    return frozen
+def frozen_copy(model, in_bfloat16=()):
+    """What the model is now, with some of its parameters in bfloat16; those that never learn are shared. Buffers, like rotary frequencies,
+    keep their type."""
+    low = set(map(id, in_bfloat16))
+    return copy.deepcopy(model, {id(parameter): nn.Parameter(
+        parameter.detach().to(torch.bfloat16 if id(parameter) in low else parameter.dtype, copy=parameter.requires_grad),
+        requires_grad=False) for parameter in model.parameters()})
 
 
 @torch.no_grad()
@@ -549,8 +559,6 @@ class Trajectory:
     parts: dict[str, float] = field(default_factory=dict)
     reward: float = 0.0
     advantage: float = 0.0
-    old_logprobs: torch.Tensor | None = None        # of the completion's tokens before the step's first update
-    reference_logprobs: torch.Tensor | None = None  # and those of the reference model
 
     @property
     def length(self) -> int:
@@ -575,6 +583,14 @@ def make_generation_config(model, tokenizer, config: Config) -> GenerationConfig
 def positions(attention_mask: torch.Tensor) -> torch.Tensor:
     """Each row counts its own tokens from 0, however it is padded. `generate` does the same."""
     return (attention_mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def pad_prompts(prompts, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids, padded on the left, and mask, (prompts, time). At least two tokens: one to read ahead, and one to start from."""
+    longest = max(2, *map(len, prompts))
+    padded = [([0] * (longest - len(prompt)) + [*prompt], [0] * (longest - len(prompt)) + [1] * len(prompt)) for prompt in prompts]
+    ids, mask = (torch.tensor(values, device=device) for values in zip(*padded))
+    return ids, mask
 
 
 def read_prompts(model, ids: torch.Tensor, mask: torch.Tensor):
@@ -616,10 +632,7 @@ def generate_completions(model, prompts: list[list[int]], repeats: torch.Tensor,
                          max_new_tokens: int, progress) -> list[list[int]]:
     """One completion for each entry of `repeats`, the index of its prompt. Each prompt is read once, its cache repeated."""
     stop_ids = set(generation_config.eos_token_id)
-    longest = max(2, *map(len, prompts))  # one token to read ahead, and one to start from
-    padding = [longest - len(prompt) for prompt in prompts]  # on the left: (questions, prompt time)
-    ids = torch.tensor([[0] * pad + prompt for pad, prompt in zip(padding, prompts)], device=model.device)
-    mask = torch.tensor([[0] * pad + [1] * len(prompt) for pad, prompt in zip(padding, prompts)], device=model.device)
+    ids, mask = pad_prompts(prompts, model.device)
     cache = read_prompts(model, ids, mask)
     cache.layers = [RoomyLayer(layer) if type(layer) is DynamicLayer else layer for layer in cache.layers]  # not: sliding windows
     rows = repeats
@@ -731,7 +744,7 @@ def score(trajectories: list[Trajectory], task, config: Config) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps({"completion": trajectory.completion, "row": trajectory.row, "error": traceback.format_exc()},
                                        default=repr, indent=1), encoding="utf-8")
-            calls = [frame.name for frame in traceback.extract_tb(error.__traceback__)[1:]]  # from reward_function to what failed
+            calls = [frame.name for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
             raise UserError(f"task.name={config.task.name!r}: {' > '.join(calls or ['reward_function'])} failed ({type(error).__name__}: "
                             f"{error}); the completion, its row and the traceback are in {path}") from error
         trajectory.reward = sum(weight * trajectory.parts[part] for part, weight in task.REWARD_WEIGHTS.items())
@@ -817,17 +830,17 @@ class Policy(nn.Module):
 def make_reference(model, config: Config):
     """What the KL term measures from: the log-probabilities of the model as it was loaded, which with adapters is the one without them."""
     has_adapters, mixed = config.model.lora_rank > 0, config.model.precision == "mixed"
-    frozen = Policy(model if has_adapters else frozen_copy(model, config.model.precision), config.sampling.temperature, mixed)
+    # What autocast turns into bfloat16 anyway, so that the two models agree to the last bit as long as their weights do.
+    low = [layer.weight for layer in model.modules() if isinstance(layer, nn.Linear) and layer is not model.get_output_embeddings()]
+    frozen = Policy(model if has_adapters else frozen_copy(model, low if mixed else ()), config.sampling.temperature, mixed)
 
     @torch.no_grad()
     def reference(**batch) -> torch.Tensor:
         if has_adapters:
             model.disable_adapters()
-        try:
-            logprobs, _ = frozen(**batch)
-        finally:
-            if has_adapters:
-                model.enable_adapters()
+        logprobs, _ = frozen(**batch)
+        if has_adapters:
+            model.enable_adapters()
         return logprobs
 
     return reference
@@ -852,7 +865,7 @@ def collate(trajectories: list[Trajectory], device: torch.device) -> dict[str, t
     """Each different prompt once, padded on the left, (prompts, prompt time). Then for each pass the prompt of each row, (rows,), and its
     completion, padded on the right, (rows, time), with its mask. Masks come from lengths."""
     place = {prompt: i for i, prompt in enumerate(dict.fromkeys(tuple(trajectory.prompt_ids) for trajectory in trajectories))}
-    prompt_time = max(2, *map(len, place))  # see generate_completions
+    prompt_ids, prompt_mask = pad_prompts(place, device)
     passes = []
     for start in range(0, len(trajectories), ROWS_PER_PASS):
         rows = trajectories[start:start + ROWS_PER_PASS]
@@ -861,15 +874,14 @@ def collate(trajectories: list[Trajectory], device: torch.device) -> dict[str, t
             [place[tuple(row.prompt_ids)] for row in rows],
             [row.completion_ids + [0] * pad for row, pad in zip(rows, padding)],
             [[True] * len(row.completion_ids) + [False] * pad for row, pad in zip(rows, padding)])])
-    return {"prompt_ids": torch.tensor([[0] * (prompt_time - len(prompt)) + [*prompt] for prompt in place], device=device),
-            "prompt_mask": torch.tensor([[False] * (prompt_time - len(prompt)) + [True] * len(prompt) for prompt in place], device=device),
-            "passes": passes}
+    return {"prompt_ids": prompt_ids, "prompt_mask": prompt_mask.bool(), "passes": passes}
 
 
 def policy_loss(logprobs, old_logprobs, reference_logprobs, advantages, lengths, B: int, T: float,
                 training: TrainingConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """-sum_i sum_j sum_t (min(rho A_ij, clip(rho) A_ij) - beta KL) / Z, with log pi(a_ij[t] | q_i, a_ij[<t]) in place of rho where there is
-    one update per batch. All tensors are (tokens,); `lengths` says for each token how long its answer is. Beside the loss, what to watch.
+    """-sum_i sum_j sum_t (min(rho A_ij, clip(rho) A_ij) - beta KL) / Z, where rho is pi(a_ij[t] | q_i, a_ij[<t]) over what it was before the
+    step's first update; with one update per batch log pi stands in for it. B and T: the answers of the batch, and their tokens. All tensors are
+    (tokens,); `lengths` says for each token how long its answer is. Beside the loss, what to watch.
 
     A sum, whose normaliser Z is settled before the first micro-batch: how rows are split into micro-batches, ordered or shared among ranks
     changes it only by rounding."""
@@ -895,62 +907,49 @@ def policy_loss(logprobs, old_logprobs, reference_logprobs, advantages, lengths,
 
 
 def policy_gradient(policy: DistributedDataParallel, trajectories: list[Trajectory], config: Config, device: torch.device, progress,
-                    reference=None) -> dict[str, float | None]:
-    """Leaves the gradient of the whole batch in the parameters of every rank, clipped. Returns what it was like, over all ranks."""
+                    reference=None, before: dict | None = None) -> dict[str, float | None]:
+    """Leaves the gradient of the whole batch in the parameters of every rank, clipped. Returns what it was like, over all ranks.
+    `before`: empty at the first update of a batch, and handed on to the others with the log-probabilities that they are measured from."""
     training = config.training
     # Where the advantage is 0 so is the gradient, but for a KL term: such rows are not run at all. A rank left with none runs one
     # of them all the same, because every rank owes the others exactly one synchronised backward pass.
     learned = [trajectory for trajectory in trajectories
                if (trajectory.advantage != 0 or training.kl_beta) and not (training.mask_truncated and trajectory.truncated)]
-    num_learned, num_tokens = sum_over_ranks([len(learned), sum(len(trajectory.completion_ids) for trajectory in trajectories)], device)
+    num_learned, num_tokens = over_ranks([len(learned), sum(len(trajectory.completion_ids) for trajectory in trajectories)], device)
     if num_learned == 0:
         return {"loss": 0.0, "entropy": None, "grad_norm": None, "updated": 0, "non_finite": 0}
     micro_batches = make_micro_batches(learned or trajectories[:1], training.tokens_per_micro_batch)
-    # B and T count the answers, and their tokens, that a rank may learn from: DDP takes the mean over ranks, which makes the two those of
-    # the whole batch.
+    # The answers of a rank, which are as many on each, and their tokens on all ranks by their number: DDP takes the mean over ranks, which
+    # makes the two those of the whole batch. What is skipped counts too.
     B, T = len(trajectories), num_tokens / WORLD_SIZE
+    before = {} if before is None else before
     policy.zero_grad(set_to_none=False)  # the gradients are views of DDP's buckets: None would make it hold them twice
     totals: dict[str, torch.Tensor | float] = {}
     for i, micro_batch in enumerate(micro_batches):
         last = i == len(micro_batches) - 1
         with nullcontext() if last else policy.no_sync():  # around forward and backward: gradients meet once, at the last
             batch = collate(micro_batch, device)
+            if training.kl_beta and ("reference", i) not in before:  # ahead of the pass whose activations are kept
+                before["reference", i] = reference(**batch)
             logprobs, entropies = policy(**batch)
             lengths = torch.tensor([len(trajectory.completion_ids) for trajectory in micro_batch], device=device)
             advantages = torch.tensor([trajectory.advantage for trajectory in micro_batch], device=device, dtype=logprobs.dtype)
-            loss, watched = policy_loss(
-                logprobs,
-                once(micro_batch, "old_logprobs", logprobs.detach) if training.updates_per_batch > 1 else None,
-                once(micro_batch, "reference_logprobs", partial(reference, **batch)) if training.kl_beta else None,
-                advantages.repeat_interleave(lengths), lengths.repeat_interleave(lengths),  # (rows,) -> (tokens,)
-                B, T, training)
+            loss, watched = policy_loss(logprobs, before.setdefault(("old", i), logprobs.detach()), before.get(("reference", i)),
+                                        advantages.repeat_interleave(lengths), lengths.repeat_interleave(lengths),  # (rows,) -> (tokens,)
+                                        B, T, training)
             loss = loss * bool(learned)
             loss.backward()
         progress(i + 1, len(micro_batches))
         seen = {"loss": loss.detach(), "tokens": len(entropies), "entropy": entropies.sum(), **watched}
         totals = {name: totals.get(name, 0.0) + value * bool(learned) for name, value in seen.items()}
     grad_norm = float(nn.utils.clip_grad_norm_(policy.parameters(), training.max_grad_norm or math.inf))
-    totals = dict(zip(totals, sum_over_ranks([float(total) for total in totals.values()], device)))
+    totals = dict(zip(totals, over_ranks([float(total) for total in totals.values()], device)))
     loss, num_tokens = totals.pop("loss") / WORLD_SIZE, totals.pop("tokens")
     # Both are the same on every rank, so all of them take the step or none does.
     if not math.isfinite(grad_norm) or not math.isfinite(loss):
         return {"loss": None, "grad_norm": None, **dict.fromkeys(totals), "updated": 0, "non_finite": 1}
     means = {name: total / num_tokens for name, total in totals.items()}
     return {"loss": loss, "grad_norm": grad_norm, **means, "updated": 1, "non_finite": 0}
-
-
-def once(trajectories: list[Trajectory], name: str, compute) -> torch.Tensor:
-    """Log-probabilities, (tokens,), that are computed at the first of a step's updates and kept with the trajectories for the others."""
-    if getattr(trajectories[0], name) is None:
-        for trajectory, own in zip(trajectories, compute().split([len(trajectory.completion_ids) for trajectory in trajectories])):
-            setattr(trajectory, name, own)
-    return torch.cat([getattr(trajectory, name) for trajectory in trajectories])
-
-
-def mean_of_updates(updates: list[dict]) -> dict[str, float | None]:
-    """What the updates of one step were like; `updated` counts those made."""
-    means = {name: None if None in values else fmean(values) for name in updates[-1] if (values := [update[name] for update in updates])}
-    return {**means, "updated": sum(update["updated"] for update in updates), "non_finite": updates[-1]["non_finite"]}
 
 
 def learning_advice(trajectories: list[Trajectory], config: Config) -> str:
@@ -1027,13 +1026,13 @@ class State:
 
 @dataclass
 class Run:
-    """What a run consists of. `lock` is held wherever the state changes: while it is free, the weights, the moments, the state and
-    the logger's files all stand at the end of the same step, and can be saved."""
+    """What a run consists of. `lock` is held wherever the state changes: while it is free, and `settled`, the weights, the moments, the
+    state and the logger's files all stand at the end of the same step, and can be saved."""
 
     config: Config
     device: torch.device
     log: Logger
-    task: ModuleType
+    task: SimpleNamespace
     training_rows: list[dict]
     validation_rows: list[dict]
     tokenizer: PreTrainedTokenizerBase
@@ -1044,15 +1043,18 @@ class Run:
     optimizer: torch.optim.Optimizer
     state: State = field(default_factory=State)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    settled: bool = True
 
     @contextmanager
     def settling(self):
         """Around every change of the state and of what is on disk."""
         with self.lock, blame(f"{self.log.folder} cannot be written to; what was saved before is intact", (OSError, SafetensorError)):
+            self.settled = False
             yield
+            self.settled = True  # not after an exception: what is half changed is never saved
 
 
-@enough_memory("preparing: take a smaller model, or change model.precision to bfloat16")
+@enough_memory("preparing: take a smaller model, set model.lora_rank to 32, say, or change model.precision to bfloat16")
 def prepare(config: Config, device: torch.device, log: Logger) -> Run:
     with together():
         task = load_task(config.task)
@@ -1061,12 +1063,12 @@ def prepare(config: Config, device: torch.device, log: Logger) -> Run:
         with together():
             if first == (LOCAL_RANK == 0):
                 training_rows, validation_rows = load_questions(task, tokenizer, config, log)
-    with together(), blame("data.prompt_style: the chat template of this tokenizer does not take the messages of this task"):
+    with together(), blame(NO_TEMPLATE):
         check_lengths(training_rows + validation_rows, model, task, tokenizer, config)
     policy = DistributedDataParallel(Policy(model, config.sampling.temperature, config.model.precision == "mixed"),
                                      device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True)
     reference = make_reference(model, config) if config.training.kl_beta else None
-    optimizer = torch.optim.AdamW([parameter for parameter in policy.parameters() if parameter.requires_grad], lr=0.0, betas=tuple(config.training.adam_betas),
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, betas=tuple(config.training.adam_betas),
                                   weight_decay=config.training.weight_decay, fused=True)
     # One backward pass and one step of nothing, so that a fresh run starts out as a resumed one does: DDP arranges its buckets
     # anew after its first pass, and from three ranks on sums then differ in the last bit; AdamW's first step makes its moments.
@@ -1077,16 +1079,16 @@ def prepare(config: Config, device: torch.device, log: Logger) -> Run:
     optimizer.step()
     for moments in optimizer.state.values():
         moments["step"].zero_()
-    sampler = frozen_copy(model, "mixed") if config.model.precision == "mixed" else model
+    sampler = frozen_copy(model, model.parameters()) if config.model.precision == "mixed" else model
     return Run(config, device, log, task, training_rows, validation_rows, tokenizer, model, sampler, policy, reference, optimizer)
 
 
 def state_tensors(run: Run) -> dict[str, torch.Tensor]:
     """The weights that learn, by name, and AdamW's moments of each: {"w": ..., "w/step": ..., "w/exp_avg": ..., "w/exp_avg_sq": ...}."""
     tensors = {}
-    for name, parameter in [(name, parameter) for name, parameter in run.model.named_parameters() if parameter.requires_grad]:
-        tensors[name] = parameter.data
-        tensors |= {f"{name}/{moment}": value for moment, value in run.optimizer.state[parameter].items()}
+    for name, parameter in run.model.named_parameters():
+        if parameter in run.optimizer.state:  # those that learn
+            tensors |= {name: parameter.data, **{f"{name}/{moment}": value for moment, value in run.optimizer.state[parameter].items()}}
     return tensors
 
 
@@ -1102,18 +1104,22 @@ def save_checkpoint(run: Run) -> None:
     add_checkpoint(run.log.folder, run.state.step, write, run.config.checkpoint.keep)
 
 
-def save_best(run: Run) -> None:
+def save_best(run: Run, metrics: dict[str, float]) -> None:
     def write(folder: Path) -> None:
         model = merged(run.model) if run.config.model.lora_rank and run.config.model.lora_merged else run.model
         model.save_pretrained(folder)
         run.tokenizer.save_pretrained(folder)
+        prompt_ids = encode_prompt(run.validation_rows[0], run.task, run.tokenizer, run.config)
+        run.log.card(folder, run.state.step, metrics, run.tokenizer.decode(prompt_ids))
 
     switch_best(run.log.folder, run.state.step, write)
 
 
 def merged(model):
-    """A copy whose adapters are added to the matrices they belong to: a plain model, without need of peft."""
-    model = copy.deepcopy(model)
+    """A copy whose adapters are added to the matrices they belong to: a plain model, without need of peft. On the CPU, where there is room,
+    and in float32, or the little that was learned might be rounded away."""
+    model = copy.deepcopy(model, {id(parameter): nn.Parameter(parameter.detach().to("cpu", torch.float32, copy=True), requires_grad=False)
+                                  for parameter in model.parameters()})
     for name, layer in list(model.named_modules()):
         if hasattr(layer, "get_base_layer"):
             layer.merge()
@@ -1160,10 +1166,10 @@ def adopt_settings(saved: dict, config: Config, log: Logger) -> None:
     config.model.precision = config.model.precision or saved["config"]["model.precision"]
     if config.sampling.engine == "auto":
         config.sampling.engine = saved["config"]["sampling.engine"]
-    then, now = dict(saved["config"]), flatten(config)
+    then, now = read_yaml(HERE / "config.yaml") | saved["config"], flatten(config)  # keys younger than the checkpoint had their default
     for settings, num_ranks in ((then, saved["num_ranks"]), (now, WORLD_SIZE)):
         settings["training.num_samples_per_step"] = f"{settings['training.num_samples_per_step'] * num_ranks} over all ranks"
-    changed = {key: f"{key}: {then[key]} -> {now[key]}" for key in sorted(now.keys() & then.keys())
+    changed = {key: f"{key}: {then[key]} -> {now[key]}" for key in sorted(now)
                if then[key] != now[key] and not key.startswith("run.")}
     refused = [change for key, change in changed.items() if key not in NOT_THE_EXPERIMENT]
     if refused and not config.run.resume_anyway:
@@ -1251,9 +1257,10 @@ def stop(run: Run, store: dist.Store, reason: str, broken: threading.Event) -> N
     timer.start()
     if RANK == 0:
         try:
-            with run.settling():
-                if run.state.step > 0 and run.state.bad_steps == 0:
-                    save_checkpoint(run)
+            with run.lock:
+                if run.settled and run.state.step > 0 and run.state.bad_steps == 0:
+                    with blame(f"{run.log.folder} cannot be written to", (OSError, SafetensorError)):
+                        save_checkpoint(run)
         except UserError as error:
             reason = f"{reason}, and {error}"
         run.log.stopped(reason)
@@ -1280,15 +1287,13 @@ def step_metrics(groups: list[list[Trajectory]], seconds: dict[str, float], task
         "truncated": [answer.truncated for answer in answers],
         **{f"seconds/{phase}": [value] for phase, value in seconds.items()},
     }
-    sums = sum_over_ranks([sum(each) for each in values.values()] + [len(answers)], device)
+    sums = over_ranks([sum(each) for each in values.values()] + [len(answers)], device)
     metrics = {name: total / (len(each) * WORLD_SIZE) for (name, each), total in zip(values.items(), sums)}
     num_tokens = metrics["completion_length"] * sums[-1]
     metrics["tokens_per_second"] = num_tokens / sum(metrics[f"seconds/{phase}"] for phase in seconds)
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "darwin" else 1)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else kilobytes * 1024
-    peak = torch.tensor(peak, dtype=torch.float64, device=device)
-    dist.all_reduce(peak, dist.ReduceOp.MAX)
-    metrics["memory_gb"] = peak.item() / 1e9  # of the rank that needed most
+    metrics["memory_gb"] = over_ranks([peak], device, dist.ReduceOp.MAX)[0] / 1e9  # of the rank that needed most
     return metrics
 
 
@@ -1302,7 +1307,7 @@ def evaluation_step(run: Run) -> None:
             quality = (metrics["eval/best_of_n"], metrics["eval/solved"])
             if quality > tuple(run.state.best):
                 run.state.best = quality
-                save_best(run)
+                save_best(run, metrics)
             run.log.evaluation(run.state.step, metrics, answers)
 
 
@@ -1321,9 +1326,11 @@ def training_step(run: Run) -> None:
     for parameters in run.optimizer.param_groups:
         parameters["lr"] = learning_rate
 
+    before: dict = {}
+
     def gradient() -> dict:
         with run.log.progress("learning") as progress, enough_memory(f"learning: {learning_advice(candidates, config)}"):
-            return policy_gradient(run.policy, candidates, config, run.device, progress, run.reference)
+            return policy_gradient(run.policy, candidates, config, run.device, progress, run.reference, before)
 
     updates = [gradient()]
     with run.settling():  # between two updates of one batch the weights belong to no step
@@ -1332,7 +1339,9 @@ def training_step(run: Run) -> None:
             if len(updates) == config.training.updates_per_batch:
                 break
             updates.append(gradient())
-        learning = mean_of_updates(updates)
+        made = [update for update in updates if update["updated"]] or updates
+        learning = {name: None if value is None else fmean(update[name] for update in made) for name, value in made[0].items()}
+        learning |= {"updated": sum(update["updated"] for update in updates), "non_finite": updates[-1]["non_finite"]}
         refresh_sampler(run.sampler, run.model)
         seconds = {"sample": sampled - started, "learn": time.perf_counter() - sampled}
         run.log.step(step, {**step_metrics(groups, seconds, run.task, run.device), "learning_rate": learning_rate, **learning})
@@ -1405,7 +1414,7 @@ def main(arguments: list[str]) -> int:
     return leave(code)
 
 
-def leave(code: int) -> int:
+def leave(code: int) -> typing.NoReturn:
     """Ends the process without Python's own clean-up. That would free DDP, and so wait for gloo's threads, while they may be waiting
     for the interpreter lock: a rank that is done would hang for ever. (nccl's would wait for ranks that may never come.)"""
     sys.stdout.flush()

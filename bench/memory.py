@@ -64,8 +64,9 @@ def forecast(config, model_config, prompt: int) -> dict[str, dict[str, float]]:
     learning_weights = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     width = {"float32": 4, "mixed": 4, "bfloat16": 2}[precision]
     compute = 4 if precision == "float32" else 2
-    always = {"weights": weights * width, "gradients": learning_weights * width, "AdamW's moments": 2 * learning_weights * width,
-              "sampling copy": 2 * weights if precision == "mixed" else 0,
+    frozen = weights - learning_weights  # with LoRA; in mixed precision they lie in bfloat16, and the sampling copy shares them
+    always = {"weights": learning_weights * width + frozen * compute, "gradients": learning_weights * width, "AdamW's moments": 2 * learning_weights * width,
+              "sampling copy": 2 * learning_weights if precision == "mixed" else 0,
               "reference model": weights * compute if training.kl_beta and not config.model.lora_rank else 0}
 
     at_once = min(rows, config.sampling.max_rows)
@@ -83,7 +84,7 @@ def forecast(config, model_config, prompt: int) -> dict[str, dict[str, float]]:
     chunk = min(main.LOGITS_PER_CHUNK, tokens * vocabulary)
     learning = {"activations": kept * tokens, "logits, a chunk": chunk * (5 * 4 + (2 if compute == 2 else 0)),
                 "gradients of the projection": 0 if config.model.lora_rank else 2 * head * width,
-                "weights cast to bfloat16": 2 * weights if precision == "mixed" else 0}
+                "weights cast to bfloat16": 2 * learning_weights if precision == "mixed" else 0}
     return {phase: {name: size / 1e9 for name, size in parts.items() if size}
             for phase, parts in (("always", always), ("while sampling", sampling), ("while learning", learning))}
 

@@ -99,10 +99,12 @@ class RewardModel:
 
     def __init__(self, path: str, label: str | None = None):
         self.tokenizer = AutoTokenizer.from_pretrained(path)
-        self.model = AutoModelForSequenceClassification.from_pretrained(path).eval()
-        self.model.to("cuda" if torch.cuda.is_available() else "cpu")
+        self.model, loading = AutoModelForSequenceClassification.from_pretrained(path, output_loading_info=True)
+        if loading["missing_keys"]:
+            raise ValueError(f"{path!r} is no trained classifier: it lacks {', '.join(sorted(loading['missing_keys'])[:3])}")
+        self.model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
         labels = self.model.config.label2id
-        if len(labels) > 1 and label not in labels:
+        if label not in labels and (label is not None or len(labels) > 1):
             raise ValueError(f"{path!r} knows the labels {', '.join(labels)}: say which one to reward")
         self.place = labels[label] if label is not None else 0
 

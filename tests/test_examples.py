@@ -57,8 +57,8 @@ def test_the_two_format_rewards(completion, r1, strict):
 
 
 @pytest.mark.parametrize(("completion", "value"), [
-    (LINES, 1.0), (LINES.replace("<think>\n", ""), 0.75), ("\n</think>\n<answer>\n4\n</answer>", 0.5), ("<think>\nabc", 0.25), ("abc", 0.0),
-    (R1, 0.0), (LINES + "\n</answer>", 0.75), (LINES + LINES, 0.25)])
+    (LINES, 1.0), (LINES.replace("<think>\n", ""), 0.75), ("\n</think>\n<answer>\n4\n</answer>", 0.75), ("<think>\nabc", 0.25), ("abc", 0.0),
+    (R1, 0.0), (LINES + "\n</answer>", 0.75), (LINES + LINES, 0.0)])
 def test_a_quarter_for_each_tag_at_its_place(completion, value):
     assert rewards.tag_count(completion) == value
 
@@ -174,7 +174,7 @@ def reward_function(completion, row):
 @pytest.mark.parametrize(("failure", "says"), [
     ('raise KeyError("steps")', "reward_function > steps failed (KeyError: 'steps')"),
     ('return float("nan")', "reward_function failed (ValueError: it returned {'answer': 0.0, 'format': nan})"),
-    ("return None", "reward_function failed (TypeError")])
+    ("return 1 + None", "reward_function > steps failed (TypeError"), ("return None", "reward_function failed (TypeError")])
 def test_a_reward_that_fails_stops_the_run_with_its_name_and_the_completion(failure, says, tmp_path, capsys):
     (tmp_path / "broken.py").write_text(BROKEN.format(failure=failure))
     assert main.main([*SMALL, f"task.name={tmp_path / 'broken.py'}", "data.max_rows=100", f"run.dir={tmp_path}"]) == 2

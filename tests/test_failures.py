@@ -57,7 +57,7 @@ def make_mistakes(folder):
         (["--config", write("broken.yaml", "training: [")], ["broken.yaml", "not YAML"]),
         (["task.name=none.py"], ["task.name='none.py'"]),
         (["task.reward_weights={answer: 1, form: 1}"], ["task.reward_weights", "form", "format, answer"]),
-        (["model.lora_rank=4", "model.lora_targets=[q]"], ["model.lora_targets=['q']"]),
+        (["model.lora_rank=4", "model.lora_targets=[q]"], ["model.lora_targets", "no layers named q"]),
         ([f"data.dataset={folder / 'none.jsonl'}"], ["data.dataset", "none.jsonl", "no file"]),
         (["data.dataset=" + write("empty.jsonl", "")], ["empty.jsonl", "no rows"]),
         (["data.dataset=" + write("other.jsonl", '{"question": 1}\n')], ["row 1", "nums and target"]),

@@ -106,3 +106,34 @@ def test_sil_learns_from_the_k_best_alone_whatever_the_normaliser_counts():
     assert main.compute_advantages(group, config, random.Random(0)) == [group[1], group[3]]
     everything = make_config()
     assert main.compute_advantages(group, everything, random.Random(0)) == group
+
+
+def test_a_later_update_that_is_not_finite_is_skipped_and_said_and_what_is_half_changed_is_never_saved(tmp_path, monkeypatch, capsys):
+    keys = ["training.max_steps=2", "training.max_new_gen_tokens=24", "training.num_samples_per_step=2", "training.k_best_of_n=[4,4]",
+            "data.num_validation=4", "data.max_rows=100", "validation.best_of_n=2", "training.updates_per_batch=2", f"run.dir={tmp_path}",
+            "training.kl_beta=0.1"]
+    losses, policy_loss, calls = [], main.policy_loss, []
+
+    def bad_at_the_fourth(*arguments):
+        calls.append(arguments)
+        loss, watched = policy_loss(*arguments)
+        losses.append(loss.item())
+        return loss * (float("nan") if len(calls) == 4 else 1.0), watched
+
+    monkeypatch.setattr(main, "policy_loss", bad_at_the_fourth)  # the second update of the second step
+    assert main.main([*keys, "run.name=a"]) == 0
+    steps = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines() if '"reward"' in line]
+    assert [(step["updated"], step["non_finite"]) for step in steps] == [(2, 0), (1, 1)]
+    assert steps[1]["kl"] is not None and "step     2" in capsys.readouterr().out
+
+    saved = []
+    monkeypatch.setattr(main, "GRACE", 10**6)  # the timer that would end this process
+    run = main.Run(*[None] * 12)
+    monkeypatch.setattr(main, "save_checkpoint", lambda run: saved.append(run.state.step))
+    run.state.step, run.log = 3, type("Log", (), {"folder": tmp_path, "stopped": lambda self, reason: None})()
+    store = torch.distributed.HashStore()
+    main.stop(run, store, "SIGTERM", None)
+    with pytest.raises(RuntimeError), run.settling():
+        raise RuntimeError("another rank has left")
+    main.stop(run, store, "SIGTERM", None)
+    assert saved == [3]

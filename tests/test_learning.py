@@ -47,13 +47,13 @@ def go_on(model):
 def learn(model, trajectories, device, **overrides):
     """The updates on one batch, as a run of these settings makes them; returns the last one's metrics. Its gradient stays in `model`."""
     config = make_config(**{"training__max_new_gen_tokens": L, "training__max_grad_norm": None, "sampling__temperature": TEMPERATURE, **overrides})
-    trajectories = [dataclasses.replace(trajectory) for trajectory in trajectories]
     policy = DistributedDataParallel(main.Policy(model, TEMPERATURE, mixed=False), gradient_as_bucket_view=True)
     reference = main.make_reference(start_of(model), config) if config.training.kl_beta else None
+    before = {}
     for update in range(config.training.updates_per_batch):
         if update > 0:
             go_on(model)
-        metrics = main.policy_gradient(policy, trajectories, config, device, lambda *_: None, reference)
+        metrics = main.policy_gradient(policy, trajectories, config, device, lambda *_: None, reference, before)
     return metrics
 
 
@@ -174,7 +174,7 @@ def test_a_step_without_signal_changes_nothing(one_rank):
 
 def test_mixed_precision_keeps_float32_masters_and_samples_from_a_bfloat16_copy(one_rank):
     model = make_model()
-    sampler = main.frozen_copy(model, "mixed")
+    sampler = main.frozen_copy(model, model.parameters())
     with torch.no_grad():
         model.model.norm.weight += 0.37
     main.refresh_sampler(sampler, model)

@@ -1,10 +1,15 @@
 """What a person sees and what MLflow keeps."""
 
 import json
+import os
 import socket
+import subprocess
+import sys
 import time
+import urllib.request
 
 import pytest
+import transformers
 from conftest import ROOT, make_config
 from test_run import SHORT
 
@@ -34,6 +39,64 @@ def test_mlflow_gets_settings_metrics_by_step_completions_and_files(tmp_path, mo
     table = client.download_artifacts(run.info.run_id, "samples/step-000002.json", str(tmp_path))
     with open(table) as file:
         assert "completion" in json.load(file)["columns"]
+
+
+def test_without_an_address_mlflow_writes_to_a_local_file_and_the_run_says_how_to_open_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert main.main([*SHORT, f"run.dir={tmp_path}", "training.max_steps=0", "run.name=a", "logging.mlflow=true"]) == 0
+    assert (tmp_path / "mlflow.db").exists()
+    assert "MLflow: http://127.0.0.1:5000 after `mlflow ui --backend-store-uri sqlite:///mlflow.db` shows this run" in capsys.readouterr().out
+
+
+@pytest.fixture
+def mlflow_server(tmp_path):
+    """A real one on loopback, with a SQLite file behind it, as `mlflow ui` starts it too; its address."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", f"sqlite:///{tmp_path / 'server.db'}", "--port", str(port),
+               "--host", "127.0.0.1", "--workers", "1"]
+    server = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    address, end = f"http://127.0.0.1:{port}", time.time() + 120
+    while True:
+        try:
+            urllib.request.urlopen(f"{address}/health", timeout=5)
+            break
+        except OSError:
+            assert server.poll() is None and time.time() < end
+            time.sleep(0.2)
+    yield address
+    os.killpg(server.pid, 15)
+    server.wait(timeout=30)
+
+
+def test_a_real_server_gets_everything_and_a_resumed_run_goes_on_in_the_same_mlflow_run(tmp_path, monkeypatch, capsys, mlflow_server):
+    import mlflow
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_server)
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.3")
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLES_BEFORE_LOGGING", "1")
+    arguments = [*SHORT, f"run.dir={tmp_path / 'runs'}", "run.name=a", "logging.mlflow=true", "logging.mlflow_model=true"]
+    for max_steps in (2, 4):
+        assert main.main([*arguments, f"training.max_steps={max_steps}"]) == 0
+    said = capsys.readouterr().out
+    assert "warning" not in said and said.count(f"MLflow: {mlflow_server} shows this run") == 2
+    client = mlflow.MlflowClient(mlflow_server)
+    run, = client.search_runs([client.get_experiment_by_name("onefile-grpo").experiment_id])
+    assert run.info.status == "FINISHED" and run.data.params["training.k_best_of_n"] == "[4, 4]"
+    entries = [json.loads(line) for line in (tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()]
+    for metric in ("reward", "solved", "eval/best_of_n"):
+        found = [(point.step, pytest.approx(point.value)) for point in client.get_metric_history(run.info.run_id, metric)]
+        assert found == [(entry["step"], entry[metric]) for entry in entries if metric in entry]
+    assert [point.step for point in client.get_metric_history(run.info.run_id, "reward")] == [1, 2, 3, 4]
+    assert any(name.startswith("system/") for name in run.data.metrics)
+    artifacts = {artifact.path for folder in (None, "samples", "best") for artifact in client.list_artifacts(run.info.run_id, folder)}
+    assert artifacts >= {"config.yaml", "curves.png", "summary.json", "samples/step-000002.json", "samples/step-000004.json",
+                         "best/model.safetensors", "best/README.md"}
+    model = client.download_artifacts(run.info.run_id, "best", str(tmp_path))
+    assert transformers.AutoModelForCausalLM.from_pretrained(model).config.model_type == "qwen2"
+    page = urllib.request.urlopen(f"{mlflow_server}/", timeout=20).read().decode()
+    assert "<title>MLflow</title>" in page
 
 
 def test_an_mlflow_server_that_is_not_there_costs_one_warning_and_no_training(tmp_path, monkeypatch, capsys):
@@ -99,3 +162,47 @@ def test_long_completions_are_shortened_in_the_middle():
     shortened = logger._shorten("a" * 1000 + "b" * 1000)
     assert len(shortened) < 650 and shortened.startswith("aaa") and shortened.endswith("bbb") and " ... " in shortened
     assert logger._shorten("short") == "short"
+
+
+def test_the_end_of_a_run_says_what_rose_where_the_best_model_is_and_how_to_try_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert main.main([*SHORT, f"run.dir={tmp_path}", "run.name=a", "validation.every=1"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    summary = json.loads(said[-1])
+    first, last, best = summary["first"], summary["last"], summary["best"]
+    assert said[-3].startswith(f"solved {first['eval/solved']:.3f} -> {last['eval/solved']:.3f}, best of 2 {first['eval/best_of_n']:.3f} -> ")
+    assert f"reward {first['eval/reward']:.3f} -> {last['eval/reward']:.3f}, in 3 steps and " in said[-3]
+    place, _, command = said[-2].partition("; try it: ")
+    assert place == f"the best model, of step {best['step']}, is in {tmp_path / 'a' / 'best'}"
+    tried = subprocess.run(command, shell=True, cwd=ROOT, check=True, capture_output=True, text=True)
+    assert tried.stdout.startswith(str(tmp_path / "a" / "best")) and " of 4 right" in tried.stdout
+
+
+def test_the_best_model_has_a_card_whose_lines_work(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert main.main([*SHORT, f"run.dir={tmp_path}", "run.name=a", "training.max_steps=1"]) == 0
+    card = (tmp_path / "a" / "best" / "README.md").read_text()
+    entries = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
+    assert card.startswith("---\nlibrary_name: transformers\ntags:") and "`tiny/model`" in card and "base_model" not in card  # which is for hub ids
+    assert f"| eval/solved | {entries[0]['eval/solved']:.3f}" in card and "max_new_gen_tokens: 24" in card
+    lines = card.split("```python\n")[1].split("```")[0]
+    said = subprocess.run([sys.executable, "-c", lines], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert said.startswith("Combine the numbers")
+
+
+def test_curves_are_drawn_again_while_the_run_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(logger, "SECONDS_BETWEEN_DRAWINGS", 0)
+    times = []
+    draw = logger.Logger._draw_curves
+    monkeypatch.setattr(logger.Logger, "_draw_curves", lambda self: (times.append(len(self.history)), draw(self)))
+    assert main.main([*SHORT, f"run.dir={tmp_path}", "run.name=a"]) == 0
+    assert times == [1, 2, 3, 4, 5]  # the first evaluation, three steps, the last evaluation
+    assert (tmp_path / "a" / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_there_is_no_colour_with_no_color_nor_where_nobody_looks(tmp_path, monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\033" in make_logger(tmp_path, is_terminal=True)._bold("solved")
+    assert make_logger(tmp_path, is_terminal=False)._bold("solved") == "solved"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert make_logger(tmp_path, is_terminal=True)._bold("solved") == "solved"

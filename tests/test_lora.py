@@ -17,9 +17,13 @@ from conftest import (
 )
 from test_learning import GROUP, QUESTIONS, TEMPERATURE, L
 from test_resume import SMALL, digest
+from test_run import TIMES
 from torch.nn.parallel import DistributedDataParallel
 
 import main
+
+sys.path.append(str(ROOT / "examples"))
+import ask
 
 LORA = ["model.lora_rank=4", "model.lora_alpha=8"]
 FAMILY = ["training.kl_beta=0.05", "training.updates_per_batch=2", "training.clip=[0.2,0.2]", "training.scale_rewards=group",
@@ -58,8 +62,8 @@ def test_only_the_adapters_learn_and_the_kl_term_measures_from_the_model_without
 def test_lora_targets_names_the_layers_that_get_adapters():
     model, _, _ = with_adapters(model__lora_targets=["q_proj", "v_proj"])
     assert {name.split(".")[-4] for name, parameter in model.named_parameters() if parameter.requires_grad} == {"q_proj", "v_proj"}
-    with pytest.raises(main.UserError, match=r"model.lora_targets=\['no_such'\]"):
-        with_adapters(model__lora_targets=["no_such"])
+    with pytest.raises(main.UserError, match=r"model.lora_targets: .* has no layers named no_such, v_prj"):
+        with_adapters(model__lora_targets=["no_such", "q_proj", "v_prj"])
 
 
 def test_without_peft_the_one_line_says_what_to_install(monkeypatch):
@@ -79,7 +83,9 @@ def test_both_engines_sample_through_the_adapters():
         trajectories = main.sample_trajectories(model, tokenizer, task, rows, 2, config, lambda *_: None)
         return [trajectory.completion_ids for trajectory in trajectories]
 
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     expected = answers(main.merged(model), "generate")
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())  # merging left it as it was
     assert answers(model, "generate") == expected and answers(model, "continuous") == expected
     assert expected != answers(transformers.AutoModelForCausalLM.from_pretrained(ROOT / "tiny" / "model"), "generate")
 
@@ -110,7 +116,7 @@ def test_with_the_whole_family_switched_on_a_resumed_run_ends_as_an_uninterrupte
             result = torchrun(2, "main.py", *SMALL, *FAMILY, *more, f"training.max_steps={max_steps}", "checkpoint.every=2",
                               "validation.every=2", f"run.dir={folder}")
             assert result.returncode == 0, result.stderr
-        metrics = [{key: value for key, value in entry.items() if "seconds" not in key and "memory" not in key}
+        metrics = [{key: value for key, value in entry.items() if key not in TIMES}
                    for entry in read_jsonl(folder / "a" / "metrics.jsonl")]
         return metrics, digest(folder / "a" / "checkpoints" / "step-000004" / "tensors.safetensors")
 
@@ -123,7 +129,7 @@ def test_with_the_whole_family_switched_on_a_resumed_run_ends_as_an_uninterrupte
 
 def test_the_frozen_copy_for_mixed_precision_is_refreshed_where_the_model_learns(one_rank):
     model, _, _ = with_adapters()
-    sampler = main.frozen_copy(model, "mixed")
+    sampler = main.frozen_copy(model, model.parameters())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.37 * parameter.requires_grad
@@ -143,3 +149,28 @@ def test_gradient_checkpointing_changes_nothing_about_adapters(one_rank):
     assert relative_error(gradients[1], gradients[0]) < 1e-5
 
 
+
+
+def test_in_mixed_precision_what_does_not_learn_lies_in_bfloat16_and_is_shared_with_the_sampler():
+    model, _ = main.load_model(make_config(model__lora_rank=4, model__precision="mixed"), torch.device("cpu"))
+    sampler = main.frozen_copy(model, model.parameters())
+    for parameter, copied in zip(model.parameters(), sampler.parameters(), strict=True):
+        assert parameter.dtype == (torch.float32 if parameter.requires_grad else torch.bfloat16) and copied.dtype == torch.bfloat16
+        assert (parameter.data_ptr() == copied.data_ptr()) == (not parameter.requires_grad)
+
+
+@pytest.mark.parametrize("more", [{}, {"model__lora_rank": 4}], ids=["full", "LoRA"])
+@pytest.mark.parametrize("precision", ["mixed", "float32", "bfloat16"])
+def test_the_kl_is_exactly_zero_as_long_as_nothing_was_learned(more, precision):
+    config = make_config(model__precision=precision, training__kl_beta=0.1, **more)
+    model, _ = main.load_model(config, torch.device("cpu"))
+    batch = main.collate(make_trajectories(12), torch.device("cpu"))
+    logprobs, _ = main.Policy(model.train(), config.sampling.temperature, precision == "mixed")(**batch)
+    assert torch.equal(main.make_reference(model, config)(**batch), logprobs)
+
+
+def test_asking_best_of_a_run_with_adapters(tmp_path, capsys):
+    assert main.main([*SMALL, *LORA, "training.max_steps=1", "training.learning_rate=0.02", f"run.dir={tmp_path}"]) == 0
+    capsys.readouterr()
+    assert ask.ask(["--model", str(tmp_path / "a" / "best"), "3", "7", "25", "=", "88"]) == 0
+    assert capsys.readouterr().out.count("--- answer") == 4

@@ -1,0 +1,82 @@
+"""Asks a trained model, and says what the grader thinks of each of its answers.
+
+    .venv/bin/python examples/ask.py 3 7 25 = 88                              best/ of the newest run
+    .venv/bin/python examples/ask.py --model tiny/model --answers 8 3 7 25 = 88      any model, here the one before training
+"""
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch
+
+import countdown
+import main
+
+
+def newest_best() -> Path:
+    found = sorted(Path("runs").glob("*/best"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise main.UserError("no run in runs/ has a best/ yet: train first, or name a model with --model")
+    return found[-1]
+
+
+def read_question(words: list[str]) -> dict:
+    *numbers, equals, target = words if len(words) > 3 else [*words, "", ""]
+    if equals != "=" or not all(word.isdigit() for word in numbers) or not target.lstrip("-").isdigit():
+        raise main.UserError(f"{' '.join(words)!r}: write two or more numbers, = and the number to make of them, like 3 7 25 = 88")
+    nums = [int(number) for number in numbers]
+    return {"nums": nums, "target": int(target), "prompt": countdown.generate_prompt(nums, int(target))}
+
+
+def verdict(answer: main.Trajectory) -> str:
+    if answer.truncated:
+        return f"cut off after {len(answer.completion_ids)} tokens"
+    if countdown.reward_function(answer.completion, answer.row)["answer"] == 1.0:
+        return "right"
+    said = answer.completion.rpartition("<answer>")[2].partition("</answer>")[0].strip() if "<answer>" in answer.completion else ""
+    value = countdown.evaluate_expression(said.partition("=")[0])
+    if value is None:
+        return "wrong: no answer that can be computed"
+    if (used := sorted(map(int, re.findall(r"\d+", said.partition("=")[0])))) != sorted(answer.row["nums"]):
+        return f"wrong: it uses {', '.join(map(str, used))}"
+    return f"wrong: {said} makes {value}" if value != answer.row["target"] else "wrong: right, but not written as asked"
+
+
+def ask(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, help="a folder, or a hub id; otherwise best/ of the newest run in runs/")
+    parser.add_argument("--answers", type=int, default=4)
+    parser.add_argument("question", nargs="+", help="numbers, =, and the number to make of them")
+    options = parser.parse_args(arguments)
+    try:
+        row = read_question(options.question)
+        path = options.model or newest_best()
+        settings = path.resolve().parent / "config.yaml"  # of the run that best/ belongs to: how it was asked while it learned
+        config = main.load_config(["--config", str(settings)] if settings.exists() else [])
+        adapters = path / "adapter_config.json"
+        config.model.name = json.loads(adapters.read_text())["base_model_name_or_path"] if adapters.exists() else str(path)
+        config.model.lora_rank, config.model.precision, config.model.attention, config.sampling.engine = 0, "float32", None, "generate"
+        model, tokenizer = main.load_model(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        if adapters.exists():
+            model.load_adapter(str(path))
+        main.random_stream(config.training.seed, 0, f"ask {options.question}")
+        answers = main.sample_trajectories(model, tokenizer, countdown, [row], options.answers, config, lambda *_: None)
+    except main.UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{path}\n\n{row['prompt']}")
+    for number, answer in enumerate(answers, start=1):
+        print(f"\n--- answer {number}: {verdict(answer)}\n{answer.completion}")
+    right = sum(verdict(answer) == "right" for answer in answers)
+    print(f"\n{right} of {len(answers)} right")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(ask(sys.argv[1:]))
