@@ -17,6 +17,7 @@ import hashlib
 import importlib.util
 import itertools
 import json
+import logging
 import os
 import queue
 import re
@@ -260,6 +261,8 @@ class Logger:
         run still hold."""
         import mlflow
 
+        for name in ("mlflow", "alembic"):  # which tell of every table they make
+            logging.getLogger(name).setLevel(logging.WARNING)
         try:
             if not {"MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"} & os.environ.keys():
                 mlflow.set_experiment("onefile-grpo")

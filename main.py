@@ -223,8 +223,9 @@ class Config:
 
 # What may differ between two starts of one experiment. A run's default name is made of all the other keys.
 NOT_THE_EXPERIMENT = {"training.max_steps", "training.max_bad_steps", "training.tokens_per_micro_batch", "sampling.max_rows",
-                      "sampling.engine", "model.attention", "model.gradient_checkpointing", "model.lora_merged", "validation.every", "checkpoint.every",
-                      "checkpoint.keep", "run.dir", "run.name", "run.resume", "run.resume_anyway", "logging.mlflow", "logging.mlflow_model"}
+                      "sampling.engine", "model.attention", "model.gradient_checkpointing", "model.lora_merged", "validation.every",
+                      "checkpoint.every", "checkpoint.keep", "run.dir", "run.name", "run.resume", "run.resume_anyway",
+                      "logging.mlflow", "logging.mlflow_model"}
 
 
 def load_config(arguments: list[str]) -> Config:
@@ -416,7 +417,7 @@ NO_TEMPLATE = "data.prompt_style: the chat template of this tokenizer does not t
 def load_questions(task, tokenizer, config: Config, log: Logger) -> tuple[list[dict], list[dict]]:
     """Training and validation rows, the same on every rank. Equal problems never stand on both sides."""
     by_problem: dict[object, list[dict]] = {}
-    with blame(f"task.name={config.task.name!r}: its load() must give dictionaries with a prompt, and does not for {config.data.dataset!r}"):
+    with blame(f"task.name={config.task.name!r}: its load() fails on {config.data.dataset!r}, or gives no dictionaries with a prompt"):
         try:
             rows = task.load(beside_main(config.data.dataset), config.data.max_rows)
         except ValueError as error:
@@ -879,12 +880,12 @@ def collate(trajectories: list[Trajectory], device: torch.device) -> dict[str, t
 
 def policy_loss(logprobs, old_logprobs, reference_logprobs, advantages, lengths, B: int, T: float,
                 training: TrainingConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """-sum_i sum_j sum_t (min(rho A_ij, clip(rho) A_ij) - beta KL) / Z, where rho is pi(a_ij[t] | q_i, a_ij[<t]) over what it was before the
-    step's first update; with one update per batch log pi stands in for it. B and T: the answers of the batch, and their tokens. All tensors are
-    (tokens,); `lengths` says for each token how long its answer is. Beside the loss, what to watch.
+    """-sum_i sum_j sum_t (min(rho A_ij, clip(rho) A_ij) - beta KL) / Z, where rho is pi(a_ij[t] | q_i, a_ij[<t]) over what it was
+    before the step's first update; with one update per batch log pi stands in for it. B and T: the answers of the batch, and their
+    tokens. All tensors are (tokens,); `lengths` says for each token how long its answer is. Returns what to watch besides the loss.
 
-    A sum, whose normaliser Z is settled before the first micro-batch: how rows are split into micro-batches, ordered or shared among ranks
-    changes it only by rounding."""
+    A sum, whose normaliser Z is settled before the first micro-batch: how rows are split into micro-batches, ordered or shared among
+    ranks changes it only by rounding."""
     watched = {}
     if training.updates_per_batch == 1:
         gains = advantages * logprobs  # the ratio rho would be 1, and its gradient is that of the log-probability
@@ -934,9 +935,9 @@ def policy_gradient(policy: DistributedDataParallel, trajectories: list[Trajecto
             logprobs, entropies = policy(**batch)
             lengths = torch.tensor([len(trajectory.completion_ids) for trajectory in micro_batch], device=device)
             advantages = torch.tensor([trajectory.advantage for trajectory in micro_batch], device=device, dtype=logprobs.dtype)
-            loss, watched = policy_loss(logprobs, before.setdefault(("old", i), logprobs.detach()), before.get(("reference", i)),
-                                        advantages.repeat_interleave(lengths), lengths.repeat_interleave(lengths),  # (rows,) -> (tokens,)
-                                        B, T, training)
+            loss, watched = policy_loss(
+                logprobs, before.setdefault(("old", i), logprobs.detach()), before.get(("reference", i)),
+                advantages.repeat_interleave(lengths), lengths.repeat_interleave(lengths), B, T, training)  # (rows,) -> (tokens,)
             loss = loss * bool(learned)
             loss.backward()
         progress(i + 1, len(micro_batches))
@@ -1084,11 +1085,12 @@ def prepare(config: Config, device: torch.device, log: Logger) -> Run:
 
 
 def state_tensors(run: Run) -> dict[str, torch.Tensor]:
-    """The weights that learn, by name, and AdamW's moments of each: {"w": ..., "w/step": ..., "w/exp_avg": ..., "w/exp_avg_sq": ...}."""
+    """What learns, by name, and AdamW's moments of each: {"w": ..., "w/step": ..., "w/exp_avg": ..., "w/exp_avg_sq": ...}."""
     tensors = {}
     for name, parameter in run.model.named_parameters():
         if parameter in run.optimizer.state:  # those that learn
-            tensors |= {name: parameter.data, **{f"{name}/{moment}": value for moment, value in run.optimizer.state[parameter].items()}}
+            tensors[name] = parameter.data
+            tensors |= {f"{name}/{moment}": value for moment, value in run.optimizer.state[parameter].items()}
     return tensors
 
 
@@ -1116,10 +1118,11 @@ def save_best(run: Run, metrics: dict[str, float]) -> None:
 
 
 def merged(model):
-    """A copy whose adapters are added to the matrices they belong to: a plain model, without need of peft. On the CPU, where there is room,
-    and in float32, or the little that was learned might be rounded away."""
-    model = copy.deepcopy(model, {id(parameter): nn.Parameter(parameter.detach().to("cpu", torch.float32, copy=True), requires_grad=False)
-                                  for parameter in model.parameters()})
+    """A copy whose adapters are added to the matrices they belong to: a plain model, without need of peft. On the CPU, where there is
+    room, and in float32, or the little that was learned might be rounded away."""
+    model = copy.deepcopy(model, {
+        id(parameter): nn.Parameter(parameter.detach().to("cpu", torch.float32, copy=True), requires_grad=False)
+        for parameter in model.parameters()})
     for name, layer in list(model.named_modules()):
         if hasattr(layer, "get_base_layer"):
             layer.merge()
@@ -1166,7 +1169,8 @@ def adopt_settings(saved: dict, config: Config, log: Logger) -> None:
     config.model.precision = config.model.precision or saved["config"]["model.precision"]
     if config.sampling.engine == "auto":
         config.sampling.engine = saved["config"]["sampling.engine"]
-    then, now = read_yaml(HERE / "config.yaml") | saved["config"], flatten(config)  # keys younger than the checkpoint had their default
+    # Keys that are younger than the checkpoint had their default.
+    then, now = read_yaml(HERE / "config.yaml") | saved["config"], flatten(config)
     for settings, num_ranks in ((then, saved["num_ranks"]), (now, WORLD_SIZE)):
         settings["training.num_samples_per_step"] = f"{settings['training.num_samples_per_step'] * num_ranks} over all ranks"
     changed = {key: f"{key}: {then[key]} -> {now[key]}" for key in sorted(now)

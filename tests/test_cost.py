@@ -96,6 +96,8 @@ def test_keys_and_values_are_not_copied_for_each_token():
      "training.max_new_gen_tokens=16"],
     ["step.py", "--steps", "1", "--plain", "--shape", "small", "training.num_samples_per_step=2", "training.max_new_gen_tokens=16"],
     ["memory.py", "--measure", "--shape", "small", "--prompt", "48", "training.max_new_gen_tokens=64"],
+    ["family.py", "--only", "GRPO", "--ranks", "1", "training.max_steps=1", "training.max_new_gen_tokens=16", "training.num_samples_per_step=2",
+     "data.num_validation=4", "validation.best_of_n=2"],
     ["vocabulary.py", "--rows", "2", "--tokens", "16", "--shape", "small"],
 ])
 def test_each_measurement_runs_and_ends_with_one_json_line(command):
@@ -107,6 +109,8 @@ def test_each_measurement_runs_and_ends_with_one_json_line(command):
         assert 0 < answer["sample_share_of_ceiling"] < 1 and 0 < answer["learn_share_of_ceiling"] < 1
     elif command[0] == "memory.py":
         assert answer["forecast_gb"]["learning"] == pytest.approx(answer["measured_gb"]["learning"], rel=0.4)
+    elif command[0] == "family.py":
+        assert answer["GRPO"]["last"]["step"] == 1
     else:
         assert answer["chunked"]["gradient_error"] < 1e-4 and VOCABULARY < 8192
 

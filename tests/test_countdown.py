@@ -529,8 +529,8 @@ def test_a_data_set_that_cannot_be_read_is_one_clear_line(tmp_path, name):
 
 
 def test_any_other_name_is_the_train_split_of_a_hub_data_set(monkeypatch):
-    def hub(name, split):
-        assert (name, split) == ("someone/countdown", "train")
+    def hub(name, configuration, split):
+        assert (name, configuration, split) == ("someone/countdown", None, "train")
         return datasets.Dataset.from_list([{"nums": [1, 2], "target": 3, "id": 7}, {"nums": [3, 4], "target": 12, "id": 8}])
     monkeypatch.setattr(countdown, "load_dataset", hub)
     rows = load("someone/countdown", None)

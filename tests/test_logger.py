@@ -46,7 +46,8 @@ def test_without_an_address_mlflow_writes_to_a_local_file_and_the_run_says_how_t
     monkeypatch.chdir(tmp_path)
     assert main.main([*SHORT, f"run.dir={tmp_path}", "training.max_steps=0", "run.name=a", "logging.mlflow=true"]) == 0
     assert (tmp_path / "mlflow.db").exists()
-    assert "MLflow: http://127.0.0.1:5000 after `mlflow ui --backend-store-uri sqlite:///mlflow.db` shows this run" in capsys.readouterr().out
+    how = f"mlflow ui --backend-store-uri sqlite:///{tmp_path / 'mlflow.db'}"
+    assert f"MLflow: http://127.0.0.1:5000 after `{how}` shows this run" in capsys.readouterr().out
 
 
 @pytest.fixture
