@@ -188,7 +188,7 @@ class Logger:
                          f"{first['eval/best_of_n']:.3f} -> {last['eval/best_of_n']:.3f}, reward {first['eval/reward']:.3f} -> "
                          f"{last['eval/reward']:.3f}, in {last['step']} steps and {summary['seconds']:,.0f} s"))
         print(f"the best model, of step {best['step']}, is in {self.folder / 'best'}"
-              + (f"; try it: {sys.executable} examples/ask.py --model {self.folder / 'best'} 3 7 25 = 88"
+              + (f"; try it: {sys.executable} examples/ask.py --model {self.folder / 'best'} 3 7 25 = 68"
                  if self.config.task.name == "countdown" else ""))
         for name in ("config.yaml", "metrics.jsonl", "samples.jsonl", "curves.png", "summary.json"):
             self._mlflow("log_artifact", str(self.folder / name))

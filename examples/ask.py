@@ -1,7 +1,7 @@
 """Asks a trained model, and says what the grader thinks of each of its answers.
 
-    .venv/bin/python examples/ask.py 3 7 25 = 88                              best/ of the newest run
-    .venv/bin/python examples/ask.py --model tiny/model --answers 8 3 7 25 = 88      any model, here the one before training
+    .venv/bin/python examples/ask.py 3 7 25 = 68                              best/ of the newest run
+    .venv/bin/python examples/ask.py --model tiny/model --answers 8 3 7 25 = 68      any model, here the one before training
 """
 
 import argparse
@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch
+import transformers
 
 import countdown
 import main
@@ -29,7 +30,7 @@ def newest_best() -> Path:
 def read_question(words: list[str]) -> dict:
     *numbers, equals, target = words if len(words) > 3 else [*words, "", ""]
     if equals != "=" or not all(word.isdigit() for word in numbers) or not target.lstrip("-").isdigit():
-        raise main.UserError(f"{' '.join(words)!r}: write two or more numbers, = and the number to make of them, like 3 7 25 = 88")
+        raise main.UserError(f"{' '.join(words)!r}: write two or more numbers, = and the number to make of them, like 3 7 25 = 68")
     nums = [int(number) for number in numbers]
     return {"nums": nums, "target": int(target), "prompt": countdown.generate_prompt(nums, int(target))}
 
@@ -54,6 +55,7 @@ def ask(arguments: list[str]) -> int:
     parser.add_argument("--answers", type=int, default=4)
     parser.add_argument("question", nargs="+", help="numbers, =, and the number to make of them")
     options = parser.parse_args(arguments)
+    transformers.utils.logging.disable_progress_bar()
     try:
         row = read_question(options.question)
         path = options.model or newest_best()
