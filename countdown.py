@@ -48,7 +48,8 @@ def load(dataset: str, max_rows: int | None) -> list[dict]:
 
 
 def read_rows(dataset: str, max_rows: int | None, name: str | None = None) -> list[dict]:
-    """The rows as they are stored. `name`: which of its configurations, where a hub dataset has several. Other tasks may use this."""
+    """The rows as they are stored. `name`: which of its configurations, where a hub dataset has several. Other tasks may use
+    this."""
     path = Path(dataset)
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in (".parquet", ".jsonl"))
@@ -105,7 +106,7 @@ def _checked_row(number: int, raw: dict) -> dict:
 
 def _integer(number: int, field: str, value) -> int:
     # 3.0 counts as 3: in a column where one value is 2.5, a table reader has made floats of all its neighbours.
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1:  # nan and inf too
         raise ValueError(f"data.dataset: row {number}: {field} must hold integers, not {value!r}")
     return int(value)
 
@@ -113,7 +114,8 @@ def _integer(number: int, field: str, value) -> int:
 # ---------------------------------------------------------------- exact arithmetic
 
 MAX_EXPRESSION_LENGTH = 1000  # characters; bounds the time a hostile answer can take
-TOKEN = re.compile(r"[ \t\r\n\f\v]*([0-9]+|[-+*/()])[ \t\r\n\f\v]*")
+SPACE = " \t\r\n\f\v"  # `str.strip()` and r"\s" would let Unicode's many others pass as well
+TOKEN = re.compile(rf"[{SPACE}]*([0-9]+|[-+*/()])[{SPACE}]*")
 PRECEDENCE = {"(": 0, "+": 1, "-": 1, "*": 2, "/": 2}
 
 
@@ -188,7 +190,7 @@ def _answer(text: str) -> str | None:
 def format_reward_function(completion: str) -> float:
     """1.0 for thinking, then one answer block, and nothing else; else 0.1 for closed thinking plus 0.5 for an answer."""
     _, closed, rest = completion.partition("</think>")
-    rest = rest.strip(" \t\r\n\f\v")
+    rest = rest.strip(SPACE)
     if (closed and "</think>" not in rest and _answer(rest) is not None
             and rest.startswith("<answer>") and rest.endswith("</answer>")):
         return 1.0
@@ -203,7 +205,7 @@ def answer_reward_function(completion: str, nums: list[int], target: int) -> flo
     if not closed or "<think>" in rest or "</think>" in rest or answer is None:  # a thinking opened again is not over
         return 0.0
     expression, equals, claimed = answer.partition("=")
-    if equals and claimed.strip(" \t\r\n\f\v") != str(target):
+    if equals and claimed.strip(SPACE) != str(target):
         return 0.0
     tokens = _tokenize(expression)
     # The numbers are compared, as text, before any arithmetic: nothing but the given numbers is ever computed with.

@@ -6,8 +6,8 @@
     runs/<name>/curves.png       accuracy, reward, length and the like over the steps
     runs/<name>/summary.json     how it began, how it ended, what was best; also the last line on stdout
 
-and, filled by main.py, runs/<name>/checkpoints/ and the link runs/<name>/best (with a model card from here), whose mechanics are at the
-end of this file.
+and, filled by main.py, runs/<name>/checkpoints/ and the link runs/<name>/best (with a model card from here), whose mechanics are
+at the end of this file.
 """
 
 import contextlib
@@ -26,6 +26,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
 import transformers
@@ -47,6 +48,7 @@ class Logger:
         self.started = time.time()
         self.mlflow_run_id: str | None = None
         self.mlflow_calls: queue.Queue | None = None  # for the thread that talks to MLflow; None without it
+        self.mlflow_thread: threading.Thread | None = None
         self.is_terminal = sys.stdout.isatty()
         self.drawn = self.started  # when the curves were
         if not (active and self.is_terminal):
@@ -54,7 +56,8 @@ class Logger:
         if active:
             sys.stdout.reconfigure(line_buffering=True)
 
-    def start(self, model, num_training: int, num_validation: int, num_ranks: int, checkpoint: tuple[Path, int, dict] | None) -> None:
+    def start(self, model, num_training: int, num_validation: int, num_ranks: int,
+              checkpoint: tuple[Path, int, dict] | None) -> None:
         """`checkpoint`: the one that the run goes on from; its contents hold a `bookmark` of ours under "log"."""
         if not self.active:
             return
@@ -70,7 +73,8 @@ class Logger:
                 if not (self.folder / name).exists() and (path.parent.parent / name).exists():  # it branches off from another run
                     shutil.copyfile(path.parent.parent / name, self.folder / name)
             if saved["step"] >= self.config.training.max_steps and saved["evaluated"]:
-                print("this run has finished before: raise training.max_steps to go on with it, or set run.resume=never to run it anew")
+                print("this run has finished before: raise training.max_steps to go on with it, or set run.resume=never to run "
+                      "it anew")
         self.started -= bookmark["seconds"]
         for name in KEPT:
             self._cut_back(name, bookmark["bytes"][name])
@@ -100,7 +104,7 @@ class Logger:
     def _cut_back(self, name: str, size: int) -> None:
         with open(self.folder / name, "ab") as file:
             if file.tell() < size:
-                print(f"warning: {self.folder / name} is shorter than it was at the checkpoint; what it has lost is not made up for")
+                print(f"warning: {self.folder / name} is shorter than at the checkpoint; what it has lost is not made up for")
             file.truncate(min(size, file.tell()))
 
     # ------------------------------------------------------------ while it runs
@@ -124,9 +128,11 @@ class Logger:
             else:
                 print(left)
 
-        yield show
-        if self.active and self.is_terminal:
-            print("\r" + " " * 84 + "\r", end="", flush=True)
+        try:
+            yield show
+        finally:
+            if self.active and self.is_terminal:
+                print("\r" + " " * 84 + "\r", end="", flush=True)
 
     def step(self, step: int, metrics: dict) -> None:
         if not self.active:
@@ -159,7 +165,8 @@ class Logger:
             print(f"  {answer.row['prompt'].strip()}\n    " + _shorten(answer.completion).strip().replace("\n", "\n    ")
                   + f"\n    -> reward {answer.reward:.2f} ({parts})")
         self._draw_curves()
-        self._mlflow("log_table", {key: [sample[key] for sample in samples] for key in samples[0]}, f"samples/step-{step:06d}.json")
+        columns = {key: [sample[key] for sample in samples] for key in samples[0]}
+        self._mlflow("log_table", columns, f"samples/step-{step:06d}.json")
 
     def _bold(self, text: str) -> str:
         return f"\033[1m{text}\033[0m" if self.is_terminal and not os.environ.get("NO_COLOR") else text
@@ -180,13 +187,17 @@ class Logger:
             return
         evaluations = [entry for entry in self.history if "eval/solved" in entry]
         first, last = evaluations[0], evaluations[-1]
-        best = max(evaluations, key=lambda entry: (entry["eval/best_of_n"], entry["eval/solved"]))
+        # A run that branched off from another has that one's history, but a best/ of its own.
+        kept = re.match(r"best-(\d+)", (self.folder / "best").resolve().name)
+        best = max([entry for entry in evaluations if kept and entry["step"] == int(kept[1])] or evaluations,
+                   key=lambda entry: (entry["eval/best_of_n"], entry["eval/solved"]))
         summary = {"run": self.config.run.name, "folder": str(self.folder), "steps": last["step"],
                    "seconds": round(time.time() - self.started, 1), "first": first, "last": last, "best": best}
         (self.folder / "summary.json").write_text(json.dumps(summary) + "\n", encoding="utf-8")
-        print(self._bold(f"solved {first['eval/solved']:.3f} -> {last['eval/solved']:.3f}, best of {self.config.validation.best_of_n} "
-                         f"{first['eval/best_of_n']:.3f} -> {last['eval/best_of_n']:.3f}, reward {first['eval/reward']:.3f} -> "
-                         f"{last['eval/reward']:.3f}, in {last['step']} steps and {summary['seconds']:,.0f} s"))
+        n = self.config.validation.best_of_n
+        names = {"eval/solved": "solved", "eval/best_of_n": f"best of {n}", "eval/reward": "reward"}
+        rose = ", ".join(f"{name} {first[metric]:.3f} -> {last[metric]:.3f}" for metric, name in names.items())
+        print(self._bold(f"{rose}, in {last['step']} steps and {summary['seconds']:,.0f} s"))
         print(f"the best model, of step {best['step']}, is in {self.folder / 'best'}"
               + (f"; try it: {sys.executable} examples/ask.py --model {self.folder / 'best'} 3 7 25 = 68"
                  if self.config.task.name == "countdown" else ""))
@@ -218,19 +229,21 @@ class Logger:
 
         self.drawn = time.time()
         panels = {"solved": ("solved", "eval/solved"), "best of n": ("eval/best_of_n",), "reward": ("reward", "eval/reward"),
-                  "completion length": ("completion_length", "eval/completion_length"), "truncated": ("truncated", "eval/truncated"),
-                  "groups without signal": ("groups_without_signal",)}
+                  "completion length": ("completion_length", "eval/completion_length"),
+                  "truncated": ("truncated", "eval/truncated"), "groups without signal": ("groups_without_signal",)}
+        styles = {"training": {"color": "0.6", "linewidth": 1}, "held out": {"color": "0", "marker": "o"}}
         figure, axes = pyplot.subplots(2, 3, figsize=(12, 6), layout="constrained")
         for axis, (title, metrics) in zip(axes.flat, panels.items()):
             for metric in metrics:
-                points = [(entry["step"], entry[metric], entry.get(f"{metric}_ci95") or 0.0) for entry in self.history if metric in entry]
+                points = [(entry["step"], entry[metric], entry.get(f"{metric}_ci95") or 0.0)
+                          for entry in self.history if metric in entry]
                 steps, values, intervals = zip(*points) if points else ((), (), ())
-                held_out = metric.startswith("eval/")
-                style = {"color": "0", "marker": "o", "label": "held out"} if held_out else {"color": "0.6", "linewidth": 1, "label": "training"}
-                axis.plot(steps, values, **style)
+                label = "held out" if metric.startswith("eval/") else "training"
+                axis.plot(steps, values, label=label, **styles[label])
                 if any(intervals):
                     axis.fill_between(steps, [value - interval for value, interval in zip(values, intervals)],
-                                      [value + interval for value, interval in zip(values, intervals)], color="0", alpha=0.12, linewidth=0)
+                                      [value + interval for value, interval in zip(values, intervals)],
+                                      color="0", alpha=0.12, linewidth=0)
             axis.set(title=title, xlabel="step")
             axis.legend(fontsize=8)
         figure.savefig(self.folder / "curves.png", dpi=110)
@@ -240,13 +253,15 @@ class Logger:
         """README.md of a model: what it came from, how, how well it does and how to use it."""
         config, first = self.config, next((entry for entry in self.history if "eval/solved" in entry), metrics)
         is_local = Path(config.model.name).exists()
-        results = "\n".join(f"| {name} | {_with_interval(first, name)} | {_with_interval(metrics, name)} |" for name in ("eval/solved", "eval/best_of_n"))
+        results = "\n".join(f"| {name} | {_with_interval(first, name)} | {_with_interval(metrics, name)} |"
+                            for name in ("eval/solved", "eval/best_of_n"))
         settings = yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
         (folder / "README.md").write_text(CARD.format(
-            base="" if is_local else f"base_model: {config.model.name}\n", name=config.run.name, model=config.model.name, step=step,
-            dataset=config.data.dataset, task=config.task.name, learning=config.training.learning_type, n=config.validation.best_of_n,
-            held_out=config.data.num_validation, results=results, settings=settings, prompt=json.dumps(prompt), folder=self.folder / "best",
-            L=config.training.max_new_gen_tokens, temperature=config.sampling.temperature), encoding="utf-8")
+            base="" if is_local else f"base_model: {config.model.name}\n", name=config.run.name, model=config.model.name,
+            step=step, dataset=config.data.dataset, task=config.task.name, learning=config.training.learning_type,
+            n=config.validation.best_of_n, held_out=config.data.num_validation, results=results, settings=settings,
+            prompt=json.dumps(prompt), folder=self.folder / "best", L=config.training.max_new_gen_tokens,
+            temperature=config.sampling.temperature), encoding="utf-8")
 
     def _start_mlflow(self, parameters: dict, run_id: str | None) -> None:
         # Its client retries a dead server for minutes by default.
@@ -271,14 +286,17 @@ class Logger:
             self.mlflow_run_id = run.info.run_id
             where = mlflow.get_tracking_uri()
             page = where if where.startswith("http") else f"http://127.0.0.1:5000 after `mlflow ui --backend-store-uri {where}`"
-            print(f"MLflow: {_without_password(page)} shows this run" + ("" if has_psutil else "; for system metrics, pip install psutil"))
-            mlflow.log_params({key: value for key, value in parameters.items() if key not in run.data.params})  # they cannot be changed
+            more = "" if has_psutil else "; for system metrics, pip install psutil"
+            print(f"MLflow: {_without_password(page)} shows this run{more}")
+            new = parameters.keys() - run.data.params.keys()  # the others cannot be changed
+            mlflow.log_params({key: parameters[key] for key in new})
             while mlflow.active_run():
                 function, arguments, named = self.mlflow_calls.get()
                 getattr(mlflow, function)(*arguments, **named)
         except (mlflow.exceptions.MlflowException, OSError) as error:
             message = _without_password(" ".join(str(error).split()))[:200]
-            print(f"warning: MLflow failed ({type(error).__name__}: {message}); this run goes on without it, its files are in {self.folder}")
+            print(f"warning: MLflow failed ({type(error).__name__}: {message}); this run goes on without it, its files are in "
+                  f"{self.folder}")
             self.mlflow_calls = None
 
     def _mlflow(self, function: str, *arguments, **named) -> None:
@@ -335,9 +353,12 @@ def add_checkpoint(folder: Path, step: int, write, keep: int) -> None:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest complete one. Damaged ones are set aside, under a name that says so."""
+    """The newest complete one of a run, or `folder` itself if it is one. Damaged ones are set aside, under a name that says
+    so."""
+    if _is_complete(folder):
+        return folder
     for path in _checkpoints(folder):
-        if is_complete(path):
+        if _is_complete(path):
             return path
         print(f"warning: {path} is damaged and is set aside", file=sys.stderr, flush=True)
         with contextlib.suppress(FileNotFoundError):  # another machine that shares the folder was quicker
@@ -345,15 +366,24 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return None
 
 
-def is_complete(checkpoint: Path) -> bool:
+def _is_complete(checkpoint: Path) -> bool:
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return (checkpoint / "SHA256SUMS").read_text(encoding="utf-8") == _checksums(checkpoint)
     return False
 
 
+def keep_failed_reward(config, rank: int, completion: str, row: dict) -> Path:
+    """What a reward function has failed on just now, to look at."""
+    path = Path(config.run.dir, config.run.name, f"failed-reward-{rank}.json")
+    path.parent.mkdir(parents=True, exist_ok=True)  # on machines other than rank 0's
+    failure = {"completion": completion, "row": row, "error": traceback.format_exc()}
+    path.write_text(json.dumps(failure, default=repr, indent=1), encoding="utf-8")
+    return path
+
+
 def switch_best(folder: Path, step: int, write) -> None:
     """`write(folder)` puts its files into best-NNNNNN; then the link `best` points there, and what it pointed to goes."""
-    version = free_version(folder / f"best-{step:06d}")
+    version = _free_version(folder / f"best-{step:06d}")
     version.mkdir()
     write(version)
     _sync_to_disk(version)
@@ -366,14 +396,16 @@ def switch_best(folder: Path, step: int, write) -> None:
             shutil.rmtree(old)
 
 
-def free_version(path: Path) -> Path:
-    """`path`, or path-2, path-3 ..., whichever is the first that does not exist."""
+def new_folder(path: Path) -> Path:
+    """`path`, or path-2, path-3 ..., for a run that begins anew. But after a crash or a preemption the command is repeated as it
+    was: then the folder that it began in is taken up again."""
+    if any(os.environ.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")):
+        return [path, *itertools.takewhile(Path.exists, _versions(path))][-1]
+    return _free_version(path)
+
+
+def _free_version(path: Path) -> Path:
     return next(version for version in _versions(path) if not version.exists())
-
-
-def newest_version(path: Path) -> Path:
-    """The last that does exist, or `path`."""
-    return [path, *itertools.takewhile(Path.exists, _versions(path))][-1]
 
 
 def _versions(path: Path):
@@ -430,8 +462,9 @@ library_name: transformers
 | --- | --- | --- |
 {results}
 
-`eval/solved` is the share of single answers that solve their question, `eval/best_of_n` that of questions whose best answer does, each ± half the width
-of its 95 % interval. This is the model of the best of several evaluations, on the same questions, so a little of its lead is luck.
+`eval/solved` is the share of single answers that solve their question, `eval/best_of_n` that of questions whose best answer
+does, each ± half the width of its 95 % interval. This is the model of the best of several evaluations, on the same questions, so
+a little of its lead is luck.
 
 ## Use
 
@@ -440,7 +473,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer, model = AutoTokenizer.from_pretrained("{folder}"), AutoModelForCausalLM.from_pretrained("{folder}")
 prompt = tokenizer({prompt}, add_special_tokens=False, return_tensors="pt")
-answer = model.generate(**prompt, max_new_tokens={L}, do_sample=True, temperature={temperature}, top_k=0)
+answer = model.generate(**prompt, max_new_tokens={L}, do_sample=True, temperature={temperature}, top_k=0, top_p=1.0)
 print(tokenizer.decode(answer[0], skip_special_tokens=True))
 ```
 

@@ -7,16 +7,17 @@ The algorithm, once per step:
   4. compare each answer with its group: A_ij = r_ij - mean_j r_ij         compute_advantages
   5. raise the log-probability of the better ones and lower that of the worse:
          loss = -sum_i sum_j sum_t A_ij log pi(a_ij[t] | q_i, a_ij[<t]) / (B L)         policy_loss
+     where B is the number of answers in the batch of all ranks, and L the longest answer allowed
   6. an AdamW step on the gradient that all ranks share     policy_gradient, training_step
   7. now and then, measure on questions never trained on    evaluate
      and save all that going on from here takes             save_checkpoint
 
-That is Dr. GRPO. What it leaves out of GRPO as first published, why, and the key of `training` that brings it back: the division by
-the group's standard deviation (it favours questions that are nearly always or nearly never solved; scale_rewards), the division by each
-answer's length (it favours long wrong answers; loss_normalizer), the KL penalty (it needs a second model, and rewards computed from the
-answer leave no reward model to fool; kl_beta), and the clipped ratio (with one update per batch the ratio is always 1;
-updates_per_batch, clip). With `learning_type: sil` step 4 becomes self-imitation: the k best of n answers get advantage 1 and are all
-that is learned from.
+That is Dr. GRPO. What it leaves out of GRPO as first published, why, and the key of `training` that brings it back: the division
+by the group's standard deviation (it favours questions that are nearly always or nearly never solved; scale_rewards), the
+division by each answer's length (it favours long wrong answers; loss_normalizer), the KL penalty (it needs a second model, and
+rewards computed from the answer leave no reward model to fool; kl_beta), and the clipped ratio (with one update per batch the
+ratio is always 1; updates_per_batch, clip). With `learning_type: sil` step 4 becomes self-imitation: the k best of n answers get
+advantage 1 and are all that is learned from.
 
     torchrun --nproc-per-node=4 main.py                       four ranks: four GPUs, or four processes on the CPU
     python main.py training.max_steps=20 training.seed=1      one rank; any key of config.yaml can be set like this
@@ -53,7 +54,7 @@ from dotenv import load_dotenv
 
 # Before transformers and datasets are imported: they read HF_HUB_OFFLINE, HF_HOME and the like as they load.
 load_dotenv(Path(__file__).with_name(".env"))
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks fork no workers, and there is nothing to warn of
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # silences a warning about forks; threads would gain nothing here
 
 import torch
 import torch.distributed as dist
@@ -63,27 +64,11 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    ContinuousBatchingConfig,
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, GenerationConfig
 from transformers.cache_utils import DynamicLayer
 
-from logger import (
-    Logger,
-    add_checkpoint,
-    free_version,
-    is_complete,
-    lock_folder,
-    newest_checkpoint,
-    newest_version,
-    switch_best,
-)
+import logger
+from logger import Logger
 
 HERE = Path(__file__).resolve().parent
 # torchrun sets these; without it the process is the only rank. LOCAL_RANK picks the device, RANK picks the data.
@@ -101,10 +86,15 @@ def blame(what: str, kinds: tuple[type[Exception], ...] = (Exception,)):
     """Whatever goes wrong inside (of these `kinds`) is about something the user has named: `what` says which."""
     try:
         yield
-    except UserError:
-        raise
     except kinds as error:  # libraries raise a dozen unrelated types, some of whose messages are many lines long
+        if isinstance(error, UserError) or is_out_of_memory(error):
+            raise
         raise UserError(f"{what} ({type(error).__name__}: {' '.join(str(error).split())[:300]})") from error
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    on_cpu = "can't allocate memory" in str(error)  # PyTorch's words
+    return on_cpu or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 @contextmanager
@@ -112,10 +102,10 @@ def enough_memory(advice: str):
     """Running out of memory is no mystery to the user either: `advice` says which key to change."""
     try:
         yield
-    except (RuntimeError, MemoryError) as error:
-        if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):  # the last from a CPU
-            raise UserError(f"out of memory while {advice}") from error
-        raise
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(f"out of memory while {advice}") from error
 
 
 # ================================================================ configuration
@@ -222,10 +212,10 @@ class Config:
     logging: LoggingConfig
 
 # What may differ between two starts of one experiment. A run's default name is made of all the other keys.
-NOT_THE_EXPERIMENT = {"training.max_steps", "training.max_bad_steps", "training.tokens_per_micro_batch", "sampling.max_rows",
-                      "sampling.engine", "model.attention", "model.gradient_checkpointing", "model.lora_merged", "validation.every",
-                      "checkpoint.every", "checkpoint.keep", "run.dir", "run.name", "run.resume", "run.resume_anyway",
-                      "logging.mlflow", "logging.mlflow_model"}
+NOT_THE_EXPERIMENT = {
+    "model.attention", "model.gradient_checkpointing", "model.lora_merged", "training.max_steps", "training.max_bad_steps",
+    "training.tokens_per_micro_batch", "sampling.engine", "sampling.max_rows", "validation.every", "checkpoint.every",
+    "checkpoint.keep", "run.dir", "run.name", "run.resume", "run.resume_anyway", "logging.mlflow", "logging.mlflow_model"}
 
 
 def load_config(arguments: list[str]) -> Config:
@@ -253,11 +243,13 @@ def load_config(arguments: list[str]) -> Config:
              for key, hint in typing.get_type_hints(section, include_extras=True).items()}
     for key, value in values.items():
         if key not in hints:
-            raise UserError(f"{key}={value!r}: there is no such key; the nearest is {difflib.get_close_matches(key, hints, 1, 0.0)[0]}")
+            nearest, = difflib.get_close_matches(key, hints, 1, 0.0)
+            raise UserError(f"{key}={value!r}: there is no such key; the nearest is {nearest}")
     if missing := hints.keys() - values.keys():
         raise UserError(f"{HERE / 'config.yaml'} lacks {', '.join(sorted(missing))}")
-    config = Config(**{name: section(*(checked(key, values[key], hint) for key, hint in hints.items() if key.startswith(f"{name}.")))
-                       for name, section in sections.items()})
+    config = Config(**{
+        name: section(*(checked(key, values[key], hint) for key, hint in hints.items() if key.startswith(f"{name}.")))
+        for name, section in sections.items()})
     k, n = config.training.k_best_of_n
     if config.training.learning_type == "grpo" and not k == n >= 2:
         raise UserError(f"training.k_best_of_n={config.training.k_best_of_n}: grpo learns from all answers of a group of two "
@@ -287,7 +279,8 @@ def checked(key: str, value, hint):
         items = typing.get_args(kind)
         if isinstance(value, list) and len(items) in (1, len(value)):
             return [checked(key, item, items[0]) for item in value]
-        raise UserError(f"{key}={value!r}: it must be a list{' of two' if len(items) == 2 else ''}, like [first, second]{or_null}")
+        of_two = " of two" if len(items) == 2 else ""
+        raise UserError(f"{key}={value!r}: it must be a list{of_two}, like [first, second]{or_null}")
     if typing.get_origin(kind) is dict:
         if isinstance(value, dict) and value:
             return {str(name): checked(f"{key}.{name}", item, typing.get_args(kind)[1]) for name, item in value.items()}
@@ -325,35 +318,34 @@ def setup_distributed() -> tuple[torch.device, dist.Store]:
         if local_ranks > torch.cuda.device_count():
             raise UserError(f"{local_ranks} processes on a machine with {torch.cuda.device_count()} GPUs: start one for each GPU")
         torch.cuda.set_device(device)
-    elif local_ranks > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # to which torchrun sets it where nobody else did
+    elif local_ranks > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's default, whatever the number of cores
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         torch.set_num_threads(max(1, cores // local_ranks))
     # A rank waits for the slowest: long enough for an evaluation or a save on one of them, which take minutes at most.
     timeout = timedelta(hours=2)
     with blame("the ranks cannot reach each other; on several machines see --rdzv-endpoint of torchrun, and GLOO_SOCKET_IFNAME"):
         store = fresh_store(timeout) if "RANK" in os.environ else dist.HashStore()
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timeout, store=store, rank=RANK,
-                                world_size=WORLD_SIZE)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timeout, store=store,
+                                rank=RANK, world_size=WORLD_SIZE)
     return device, store
 
 
 def fresh_store(timeout: timedelta) -> dist.Store:
-    """torchrun's store outlives its workers: after a restart the addresses of the dead are still in it. So the living agree on a
-    prefix of their own: rank 0 tells it to whoever has said hello under a name never used before, until each has confirmed it."""
+    """torchrun's store outlives its workers, so after a restart the addresses of the dead are still in it. Rank 0 therefore makes
+    up a prefix for this start alone, and tells it to each rank that says hello until that rank has confirmed it."""
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
     name = uuid.uuid4().hex
-    prefix, unconfirmed = name, list(range(1, WORLD_SIZE))
     if RANK != 0:
         store.set(f"hello from {RANK}", name)
-        prefix = store.get(f"prefix for {name}").decode()  # waits for it
+        prefix = store.get(f"prefix for {name}").decode()  # waits for rank 0
         store.set(f"{prefix} is known to {RANK}", "")
-    while RANK == 0 and unconfirmed:
-        for rank in unconfirmed:
-            if store.check([f"hello from {rank}"]):
-                store.set(f"prefix for {store.get(f'hello from {rank}').decode()}", prefix)
-        time.sleep(0.02)
-        unconfirmed = [rank for rank in unconfirmed if not store.check([f"{prefix} is known to {rank}"])]
-    return dist.PrefixStore(prefix, store)
+        return dist.PrefixStore(prefix, store)
+    for rank in range(1, WORLD_SIZE):
+        while not store.check([f"{name} is known to {rank}"]):
+            if store.check([f"hello from {rank}"]):  # a dead one's, perhaps, until that of the living takes its place
+                store.set(f"prefix for {store.get(f'hello from {rank}').decode()}", name)
+            time.sleep(0.02)
+    return dist.PrefixStore(name, store)
 
 
 def random_stream(seed: int, step: int, purpose: str) -> random.Random:
@@ -407,24 +399,35 @@ def load_task(config: TaskConfig) -> SimpleNamespace:
     if task.SOLVED not in task.REWARD_WEIGHTS:
         raise UserError(f"task.name={name!r}: SOLVED={task.SOLVED!r} is not one of {list(task.REWARD_WEIGHTS)}")
     if unknown := (config.reward_weights or {}).keys() - task.REWARD_WEIGHTS.keys():
-        raise UserError(f"task.reward_weights: {name} has no {', '.join(sorted(unknown))}; its parts are {', '.join(task.REWARD_WEIGHTS)}")
+        raise UserError(f"task.reward_weights: {name} has no {', '.join(sorted(unknown))}; its parts are "
+                        f"{', '.join(task.REWARD_WEIGHTS)}")
     return SimpleNamespace(**{**vars(task), "REWARD_WEIGHTS": config.reward_weights or task.REWARD_WEIGHTS})
 
 
-NO_TEMPLATE = "data.prompt_style: the chat template of this tokenizer does not take the messages of this task"
+def encode_prompt(row: dict, task, tokenizer, config: Config) -> list[int]:
+    if config.data.prompt_style == "base":
+        return tokenizer(row["prompt"])["input_ids"]
+    reply_start = getattr(task, "REPLY_START", "")
+    messages = [{"role": "user", "content": row["prompt"].removesuffix(reply_start).rstrip()}]
+    if system := getattr(task, "SYSTEM_MESSAGE", None):
+        messages.insert(0, {"role": "system", "content": system})
+    with blame("data.prompt_style: the chat template of this tokenizer does not take the messages of this task"):
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    text += "" if text.rstrip().endswith(reply_start) else reply_start  # some templates open the thinking themselves
+    return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has put the special tokens in
 
 
 def load_questions(task, tokenizer, config: Config, log: Logger) -> tuple[list[dict], list[dict]]:
     """Training and validation rows, the same on every rank. Equal problems never stand on both sides."""
     by_problem: dict[object, list[dict]] = {}
-    with blame(f"task.name={config.task.name!r}: its load() fails on {config.data.dataset!r}, or gives no dictionaries with a prompt"):
+    with blame(f"task.name={config.task.name!r}: its load() fails on {config.data.dataset!r}, or gives no dictionaries with a "
+               "prompt"):
         try:
             rows = task.load(beside_main(config.data.dataset), config.data.max_rows)
         except ValueError as error:
             raise UserError(str(error)) from error
         if (longest := config.data.max_prompt_tokens) is not None:
-            with blame(NO_TEMPLATE):
-                fitting = [row for row in rows if len(encode_prompt(row, task, tokenizer, config)) <= longest]
+            fitting = [row for row in rows if len(encode_prompt(row, task, tokenizer, config)) <= longest]
             if not fitting:
                 raise UserError(f"data.max_prompt_tokens={longest}: each of the {len(rows):,} questions is longer")
             log.say(f"data.max_prompt_tokens={longest} leaves out {len(rows) - len(fitting):,} of {len(rows):,} questions")
@@ -442,6 +445,16 @@ def load_questions(task, tokenizer, config: Config, log: Logger) -> tuple[list[d
         raise UserError(f"{WORLD_SIZE} ranks are more than the {len(training)} training or {len(validation)} validation "
                         "questions: start fewer ranks, or raise data.num_validation")
     return training, validation
+
+
+def check_lengths(rows: list[dict], model, task, tokenizer, config: Config) -> None:
+    longest_texts = sorted(rows, key=lambda row: len(row["prompt"]))[-100:]  # tokenising all could take minutes
+    longest = max(len(encode_prompt(row, task, tokenizer, config)) for row in longest_texts)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if context and longest + config.training.max_new_gen_tokens > context:
+        raise UserError(f"training.max_new_gen_tokens={config.training.max_new_gen_tokens}: with a prompt of {longest} tokens "
+                        f"it exceeds the {context} that {config.model.name!r} can read"
+                        + (f"; write at most {context - longest}" if longest < context else ""))
 
 
 @lru_cache(maxsize=2)  # a step may reach from one epoch into the next
@@ -463,7 +476,8 @@ def load_model(config: Config, device: torch.device):
     name = beside_main(config.model.name)
     dtype = torch.bfloat16 if config.model.precision == "bfloat16" else torch.float32
     attention = f" with model.attention={config.model.attention!r}" if config.model.attention else ""
-    with blame(f"model.name={name!r} cannot be loaded{attention}; give a folder with a model and its tokenizer, or a hub id within reach"):
+    with blame(f"model.name={name!r} cannot be loaded{attention}; give a folder with a model and its tokenizer, or a hub id "
+               "within reach"):
         # trust_remote_code: false, or the library would ask whether to run a model's own code, and wait for an answer.
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         model_config = AutoConfig.from_pretrained(name, trust_remote_code=False)
@@ -487,7 +501,8 @@ def load_model(config: Config, device: torch.device):
 
 
 def add_adapters(model, config: Config) -> None:
-    """LoRA: to the matrices named, (out, in), is added the product of two thin ones, (out, rank) and (rank, in), and only those learn."""
+    """LoRA: to the matrices named, (out, in), is added the product of two thin ones, (out, rank) and (rank, in), and only those
+    learn."""
     try:
         import peft  # here, because only this needs it
     except ImportError:
@@ -501,18 +516,24 @@ def add_adapters(model, config: Config) -> None:
     with blame(f"model.lora_targets={config.model.lora_targets}: not all are linear layers of {config.model.name!r}"):
         model.add_adapter(peft.LoraConfig(r=config.model.lora_rank, lora_alpha=config.model.lora_alpha, task_type="CAUSAL_LM",
                                           target_modules=config.model.lora_targets or "all-linear"))
-    if config.model.precision == "mixed":  # what does not learn needs no master weights, which autocast would cast for every pass
+    if config.model.precision == "mixed":  # what does not learn needs no float32 master, which each pass would cast anew
         for parameter in model.parameters():
             parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else torch.bfloat16)
 
 
-def frozen_copy(model, in_bfloat16=()):
-    """What the model is now, with some of its parameters in bfloat16; those that never learn are shared. Buffers, like rotary frequencies,
-    keep their type."""
-    low = set(map(id, in_bfloat16))
-    return copy.deepcopy(model, {id(parameter): nn.Parameter(
-        parameter.detach().to(torch.bfloat16 if id(parameter) in low else parameter.dtype, copy=parameter.requires_grad),
-        requires_grad=False) for parameter in model.parameters()})
+def frozen_copy(model, convert):
+    """A copy that does not learn, of which each parameter is what `convert` makes of the model's: one that comes back as it is,
+    is shared. Buffers, like rotary frequencies, keep their type."""
+    return copy.deepcopy(model, {id(parameter): nn.Parameter(convert(parameter).detach(), requires_grad=False)
+                                 for parameter in model.parameters()})
+
+
+def make_sampler(model, config: Config):
+    """What answers are drawn from: in mixed precision a bfloat16 copy, since autocast would cast every weight anew for each
+    token."""
+    if config.model.precision != "mixed":
+        return model
+    return frozen_copy(model, lambda parameter: parameter.to(torch.bfloat16, copy=parameter.requires_grad))
 
 
 @torch.no_grad()
@@ -521,28 +542,6 @@ def refresh_sampler(sampler, model) -> None:
         for copied, parameter in zip(sampler.parameters(), model.parameters()):
             if parameter.requires_grad:
                 copied.copy_(parameter)
-
-
-def encode_prompt(row: dict, task, tokenizer, config: Config) -> list[int]:
-    if config.data.prompt_style == "base":
-        return tokenizer(row["prompt"])["input_ids"]
-    reply_start = getattr(task, "REPLY_START", "")
-    messages = [{"role": "user", "content": row["prompt"].removesuffix(reply_start).rstrip()}]
-    if system := getattr(task, "SYSTEM_MESSAGE", None):
-        messages.insert(0, {"role": "system", "content": system})
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    text += "" if text.rstrip().endswith(reply_start) else reply_start  # some templates open the thinking themselves
-    return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has written them already
-
-
-def check_lengths(rows: list[dict], model, task, tokenizer, config: Config) -> None:
-    longest_texts = sorted(rows, key=lambda row: len(row["prompt"]))[-100:]  # tokenising all could take minutes
-    longest = max(len(encode_prompt(row, task, tokenizer, config)) for row in longest_texts)
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if context and longest + config.training.max_new_gen_tokens > context:
-        raise UserError(f"training.max_new_gen_tokens={config.training.max_new_gen_tokens}: with a prompt of {longest} tokens "
-                        f"it exceeds the {context} that {config.model.name!r} can read"
-                        + (f"; write at most {context - longest}" if longest < context else ""))
 
 
 # ================================================================ sampling
@@ -567,9 +566,9 @@ class Trajectory:
 
 
 def make_generation_config(model, tokenizer, config: Config) -> GenerationConfig:
-    """Every field that shapes the distribution is set: `generate` fills those left None from the model's own config,
-    and answers sampled at that config's temperature and top_k would not be the policy's. (min_p has no neutral value but None,
-    which is not filled in: this very object stands in for the model's own while answers are sampled.)"""
+    """The fields that shape the distribution are set: `generate` fills those left None from the model's own config, and answers
+    sampled at that config's temperature and top_k would not be the policy's. (What has no neutral value but None, like min_p, is
+    not filled in either: this very object stands in for the model's own while answers are sampled.)"""
     stop_ids = {tokenizer.eos_token_id}  # chat models have several: stop on any, train on the one that was sampled
     for eos in (model.config.eos_token_id, model.generation_config.eos_token_id):
         stop_ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
@@ -586,19 +585,23 @@ def positions(attention_mask: torch.Tensor) -> torch.Tensor:
     return (attention_mask.cumsum(-1) - 1).clamp(min=0)
 
 
-def pad_prompts(prompts, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids, padded on the left, and mask, (prompts, time). At least two tokens: one to read ahead, and one to start from."""
-    longest = max(2, *map(len, prompts))
-    padded = [([0] * (longest - len(prompt)) + [*prompt], [0] * (longest - len(prompt)) + [1] * len(prompt)) for prompt in prompts]
-    ids, mask = (torch.tensor(values, device=device) for values in zip(*padded))
-    return ids, mask
+def pad_prompts(prompts: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Each different prompt once, padded on the left: ids and mask, (different, time), and which of them each prompt is,
+    (prompts,)."""
+    different = {prompt: i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+    longest = max(2, *map(len, different))  # one token to read ahead, and one to start from
+    padding = [longest - len(prompt) for prompt in different]
+    ids = torch.tensor([[0] * pad + [*prompt] for prompt, pad in zip(different, padding)], device=device)
+    mask = torch.tensor([[False] * pad + [True] * len(prompt) for prompt, pad in zip(different, padding)], device=device)
+    return ids, mask, torch.tensor([different[tuple(prompt)] for prompt in prompts], device=device)
 
 
 def read_prompts(model, ids: torch.Tensor, mask: torch.Tensor):
-    """Left-padded prompts, (prompts, time) -> the keys and values of all their tokens but the last, for any number of answers to
-    go on from: `generate`, and the learner, need that one to start with."""
+    """Keys and values of every prompt token but the last, (different, time - 1). The last is left to whoever goes on from here,
+    any number of times: `generate`, or the learner, needs one token to start with."""
     mask = mask[:, :-1]
-    return model.base_model(input_ids=ids[:, :-1], attention_mask=mask, position_ids=positions(mask), use_cache=True).past_key_values
+    output = model.base_model(input_ids=ids[:, :-1], attention_mask=mask, position_ids=positions(mask), use_cache=True)
+    return output.past_key_values
 
 
 TOKENS_PER_SLICE = 16  # after so many tokens the finished answers leave the batch
@@ -629,16 +632,15 @@ class RoomyLayer(DynamicLayer):
 
 
 @torch.inference_mode()
-def generate_completions(model, prompts: list[list[int]], repeats: torch.Tensor, generation_config,
-                         max_new_tokens: int, progress) -> list[list[int]]:
-    """One completion for each entry of `repeats`, the index of its prompt. Each prompt is read once, its cache repeated."""
+def generate_completions(model, prompts: list[list[int]], generation_config, max_new_tokens: int, progress) -> list[list[int]]:
+    """One completion for each entry of `prompts`. Each different prompt is read once, its cache repeated."""
     stop_ids = set(generation_config.eos_token_id)
-    ids, mask = pad_prompts(prompts, model.device)
+    ids, mask, rows = pad_prompts(prompts, model.device)
     cache = read_prompts(model, ids, mask)
-    cache.layers = [RoomyLayer(layer) if type(layer) is DynamicLayer else layer for layer in cache.layers]  # not: sliding windows
-    rows = repeats
-    completions: list[list[int]] = [[] for _ in range(len(repeats))]
-    unfinished = list(range(len(repeats)))  # the completion that each row of the batch belongs to
+    # Layers with a sliding window stay the library's own.
+    cache.layers = [RoomyLayer(layer) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    completions: list[list[int]] = [[] for _ in prompts]
+    unfinished = list(range(len(prompts)))  # the completion that each row of the batch belongs to
     new_tokens = 0
     while unfinished and new_tokens < max_new_tokens:
         ids, mask = ids[rows], mask[rows]
@@ -653,19 +655,21 @@ def generate_completions(model, prompts: list[list[int]], repeats: torch.Tensor,
             completions[unfinished[row]] += row_ids[:end]
             if end is None:
                 going_on.append(row)
-        ids, mask = sequences, torch.cat([mask, torch.ones_like(new_ids)], dim=1)
+        ids, mask = sequences, torch.cat([mask, mask.new_ones(new_ids.shape)], dim=1)
         unfinished = [unfinished[row] for row in going_on]
         rows = torch.tensor(going_on, dtype=torch.long, device=model.device)
         progress(len(completions) - len(unfinished))
     return completions
 
 
-def generate_continuously(model, prompts: list[list[int]], num_samples: int, generation_config, config: Config) -> list[list[int]]:
-    """`num_samples` completions of each prompt by transformers' continuous batching: a finished row makes room for the next at once, keys
-    and values lie in pages, and a GPU runs CUDA graphs. It is set up anew for each call, or it would go on using keys of old weights."""
+def generate_continuously(model, prompts: list[list[int]], num_answers: int, generation_config,
+                          config: Config) -> list[list[int]]:
+    """`num_answers` completions of each prompt by transformers' continuous batching: a finished row makes room for the next at
+    once, keys and values lie in pages, and a GPU runs CUDA graphs. It is set up anew for each call, or it would go on using keys
+    of old weights."""
     attention = model.config._attn_implementation
-    generation_config.max_new_tokens, generation_config.num_return_sequences = config.training.max_new_gen_tokens, num_samples
-    rows = min(config.sampling.max_rows, len(prompts) * num_samples)
+    generation_config.max_new_tokens, generation_config.num_return_sequences = config.training.max_new_gen_tokens, num_answers
+    rows = min(config.sampling.max_rows, len(prompts) * num_answers)
     seed = int(torch.randint(2**31, ()))
     batching = ContinuousBatchingConfig(max_requests_per_batch=rows, max_batch_tokens=max(2 * rows, 256), seed=seed)
     # As much memory as the rows may need; left to itself it would take nearly all that is free.
@@ -676,34 +680,33 @@ def generate_continuously(model, prompts: list[list[int]], num_samples: int, gen
         model.set_attn_implementation(attention)
     # What goes wrong inside is logged, not raised, and the answers that there are come back.
     errors = {result.error for result in results if result.error}
-    if errors or len(results) < len(prompts) * num_samples:
-        kind = torch.OutOfMemoryError if "out of memory" in str(errors) else RuntimeError
-        raise kind(f"continuous batching returned {len(results)} of {len(prompts) * num_samples} answers, with the errors {errors or '{}'}")
+    if errors or len(results) < len(prompts) * num_answers:
+        kind = torch.OutOfMemoryError if "out of memory" in str(errors) else UserError
+        raise kind(f"sampling.engine=continuous returned {len(results)} of {len(prompts) * num_answers} answers, with the errors "
+                   f"{errors or '{}'}; write generate")
     return [result.generated_tokens for result in results]
 
 
-def sample_trajectories(model, tokenizer, task, rows: list[dict], num_samples: int, config: Config, progress) -> list[Trajectory]:
-    """`num_samples` answers to each row, those to one row side by side, at most `sampling.max_rows` at a time."""
+def sample_trajectories(model, tokenizer, task, rows: list[dict], num_answers: int, config: Config, progress) -> list[Trajectory]:
+    """`num_answers` answers to each row, those to one row side by side, at most `sampling.max_rows` at a time."""
     generation_config = make_generation_config(model, tokenizer, config)
     own_generation_config, was_training = model.generation_config, model.training
     model.generation_config = generation_config  # so that `generate` finds nothing else to inherit
     model.eval()  # in train mode gradient checkpointing drops the cache
     prompts = [encode_prompt(row, task, tokenizer, config) for row in rows]
-    completions, total = [], len(rows) * num_samples
+    asked = [prompt for prompt in prompts for _ in range(num_answers)]
+    completions, total = [], len(asked)
     at_once, L = min(config.sampling.max_rows, total), config.training.max_new_gen_tokens
     advice = (f"lower sampling.max_rows from {config.sampling.max_rows} to {at_once // 2}" if at_once > 1 else
               f"lower training.max_new_gen_tokens from {L} to {L // 2}")
     try:
         with enough_memory(f"sampling: {advice}"):
             if config.sampling.engine == "continuous":
-                completions = generate_continuously(model, prompts, num_samples, copy.copy(generation_config), config)
-            while len(completions) < total:
-                start = len(completions)
-                stop = min(start + config.sampling.max_rows, total)
-                first, last = start // num_samples, (stop - 1) // num_samples  # the questions that this call answers
-                repeats = torch.arange(start, stop, device=model.device) // num_samples - first
-                completions += generate_completions(model, prompts[first:last + 1], repeats, copy.copy(generation_config),
-                                                    L, lambda finished, start=start: progress(start + finished, total))
+                completions = generate_continuously(model, prompts, num_answers, copy.copy(generation_config), config)
+            for start in range(len(completions), total, config.sampling.max_rows):
+                some = asked[start:start + config.sampling.max_rows]
+                completions += generate_completions(model, some, copy.copy(generation_config), L,
+                                                    lambda finished, start=start: progress(start + finished, total))
     finally:
         model.generation_config = own_generation_config  # `save_pretrained` writes it
         model.train(was_training)
@@ -711,23 +714,8 @@ def sample_trajectories(model, tokenizer, task, rows: list[dict], num_samples: i
     for i, completion_ids in enumerate(completions):
         truncated = completion_ids[-1] not in generation_config.eos_token_id
         text = tokenizer.decode(completion_ids if truncated else completion_ids[:-1], clean_up_tokenization_spaces=False)
-        trajectories.append(Trajectory(rows[i // num_samples], prompts[i // num_samples], completion_ids, text, truncated))
+        trajectories.append(Trajectory(rows[i // num_answers], asked[i], completion_ids, text, truncated))
     return trajectories
-
-
-def choose_engine(run: "Run") -> None:
-    """sampling.engine=auto: each engine answers the first step's questions, and the faster one on rank 0 is taken, for good."""
-    seconds = {}
-    for engine in ("generate", "continuous"):
-        run.config.sampling.engine = engine
-        started = time.perf_counter()
-        sample_trajectories(run.sampler, run.tokenizer, run.task, questions(run.training_rows, 1, run.config),
-                            run.config.training.k_best_of_n[1], run.config, lambda *_: None)
-        seconds[engine] = time.perf_counter() - started
-    fastest = [min(seconds, key=seconds.get)]
-    dist.broadcast_object_list(fastest)
-    run.config.sampling.engine, = fastest
-    run.log.say(f"sampling.engine=auto: {', '.join(f'{engine} {each:.1f} s' for engine, each in seconds.items())}; takes {fastest[0]}")
 
 
 # ================================================================ rewards and advantages
@@ -741,13 +729,11 @@ def score(trajectories: list[Trajectory], task, config: Config) -> None:
             if not all(map(math.isfinite, trajectory.parts.values())):
                 raise ValueError(f"it returned {parts}")
         except Exception as error:
-            path = Path(config.run.dir, config.run.name, f"failed-reward-{RANK}.json")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({"completion": trajectory.completion, "row": trajectory.row, "error": traceback.format_exc()},
-                                       default=repr, indent=1), encoding="utf-8")
+            path = logger.keep_failed_reward(config, RANK, trajectory.completion, trajectory.row)
             calls = [frame.name for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-            raise UserError(f"task.name={config.task.name!r}: {' > '.join(calls or ['reward_function'])} failed ({type(error).__name__}: "
-                            f"{error}); the completion, its row and the traceback are in {path}") from error
+            what = f"{' > '.join(calls or ['reward_function'])} failed ({type(error).__name__}: {error})"
+            raise UserError(f"task.name={config.task.name!r}: {what}; the completion, its row and the traceback are in "
+                            f"{path}") from error
         trajectory.reward = sum(weight * trajectory.parts[part] for part, weight in task.REWARD_WEIGHTS.items())
 
 
@@ -789,14 +775,16 @@ class Policy(nn.Module):
             states = [self.completion_states(prompt_ids[rows], prompt_mask[rows], completion_ids, completion_mask, cache, rows)
                       for rows, completion_ids, completion_mask in passes]
             hidden, targets = (torch.cat(pieces) for pieces in zip(*states))
-            # Only these reach the vocabulary projection, in chunks whose logits are dropped and recomputed in the backward pass, so
-            # that logits for all tokens, by far the largest tensor of all, never exist at once.
+            # Only these reach the vocabulary projection, in chunks whose logits are dropped and recomputed in the backward pass,
+            # so that logits for all tokens, by far the largest tensor of all, never exist at once.
             size = max(1, LOGITS_PER_CHUNK // self.model.config.get_text_config().vocab_size)
-            chunks = [checkpoint(self.token_logprobs, h, t, use_reentrant=False) for h, t in zip(hidden.split(size), targets.split(size))]
+            chunks = [checkpoint(self.token_logprobs, some_hidden, some_targets, use_reentrant=False)
+                      for some_hidden, some_targets in zip(hidden.split(size), targets.split(size))]
             return tuple(torch.cat(pieces) for pieces in zip(*chunks))
 
     def completion_states(self, prompt_ids, prompt_mask, completion_ids, completion_mask, cache, rows):
-        """(rows, prompt time) and (rows, time) -> the state that predicts each completion token, (tokens, width), and that token."""
+        """(rows, prompt time) and (rows, time) -> the state that predicts each completion token, (tokens, width), and that
+        token."""
         # The state at t predicts the token at t + 1: the last prompt token counts, and the last of all is not read.
         ids = torch.cat([prompt_ids, completion_ids[:, :-1]], 1)  # (rows, prompt time + time - 1)
         mask = torch.cat([prompt_mask, completion_mask[:, :-1]], 1)
@@ -829,11 +817,15 @@ class Policy(nn.Module):
 
 
 def make_reference(model, config: Config):
-    """What the KL term measures from: the log-probabilities of the model as it was loaded, which with adapters is the one without them."""
+    """What the KL term measures from: log-probabilities of the model as it was loaded, which with LoRA is the same one with its
+    adapters off. In mixed precision autocast would turn these weights into bfloat16 anyway; kept in it, the reference agrees with
+    the policy to the last bit until something is learned."""
     has_adapters, mixed = config.model.lora_rank > 0, config.model.precision == "mixed"
-    # What autocast turns into bfloat16 anyway, so that the two models agree to the last bit as long as their weights do.
-    low = [layer.weight for layer in model.modules() if isinstance(layer, nn.Linear) and layer is not model.get_output_embeddings()]
-    frozen = Policy(model if has_adapters else frozen_copy(model, low if mixed else ()), config.sampling.temperature, mixed)
+    low = {id(layer.weight) for layer in model.modules()
+           if mixed and isinstance(layer, nn.Linear) and layer is not model.get_output_embeddings()}
+    loaded = model if has_adapters else frozen_copy(model, lambda parameter: parameter.to(
+        torch.bfloat16 if id(parameter) in low else parameter.dtype, copy=parameter.requires_grad))
+    frozen = Policy(loaded, config.sampling.temperature, mixed)
 
     @torch.no_grad()
     def reference(**batch) -> torch.Tensor:
@@ -848,104 +840,104 @@ def make_reference(model, config: Config):
 
 
 def make_micro_batches(trajectories: list[Trajectory], tokens_per_micro_batch: int) -> list[list[Trajectory]]:
-    """As many rows together as the budget of padded tokens allows; the longest completions first, those of similar length side by side."""
-    batches: list[list[Trajectory]] = []
+    """As many rows together as the budget of padded tokens allows; the longest completions first, those of similar length side by
+    side."""
+    batches: list[list[Trajectory]] = [[]]
     for trajectory in sorted(trajectories, key=lambda trajectory: len(trajectory.completion_ids), reverse=True):
-        longest = max(row.length for row in [trajectory, *(batches[-1] if batches else [])])
-        if batches and (len(batches[-1]) + 1) * longest <= tokens_per_micro_batch:
-            batches[-1].append(trajectory)
-        else:
-            batches.append([trajectory])
+        longest = max(row.length for row in [*batches[-1], trajectory])
+        if batches[-1] and (len(batches[-1]) + 1) * longest > tokens_per_micro_batch:
+            batches.append([])
+        batches[-1].append(trajectory)
     return batches
 
 
-ROWS_PER_PASS = 16  # that the learner takes through the model side by side; those of a micro-batch are sorted by length
+ROWS_PER_PASS = 16  # rows that the learner takes through the model at once; those of a micro-batch are sorted by length
 
 
 def collate(trajectories: list[Trajectory], device: torch.device) -> dict[str, torch.Tensor | list]:
-    """Each different prompt once, padded on the left, (prompts, prompt time). Then for each pass the prompt of each row, (rows,), and its
+    """Each different prompt once, (prompts, prompt time). Then for each pass which prompt each row has, (rows,), and its
     completion, padded on the right, (rows, time), with its mask. Masks come from lengths."""
-    place = {prompt: i for i, prompt in enumerate(dict.fromkeys(tuple(trajectory.prompt_ids) for trajectory in trajectories))}
-    prompt_ids, prompt_mask = pad_prompts(place, device)
+    prompt_ids, prompt_mask, which = pad_prompts([trajectory.prompt_ids for trajectory in trajectories], device)
     passes = []
     for start in range(0, len(trajectories), ROWS_PER_PASS):
-        rows = trajectories[start:start + ROWS_PER_PASS]
-        padding = [max(len(row.completion_ids) for row in rows) - len(row.completion_ids) for row in rows]
-        passes.append([torch.tensor(values, device=device) for values in (
-            [place[tuple(row.prompt_ids)] for row in rows],
-            [row.completion_ids + [0] * pad for row, pad in zip(rows, padding)],
-            [[True] * len(row.completion_ids) + [False] * pad for row, pad in zip(rows, padding)])])
-    return {"prompt_ids": prompt_ids, "prompt_mask": prompt_mask.bool(), "passes": passes}
+        completions = [trajectory.completion_ids for trajectory in trajectories[start:start + ROWS_PER_PASS]]
+        lengths = torch.tensor([len(completion) for completion in completions], device=device)
+        longest = max(map(len, completions))
+        padded = [completion + [0] * (longest - len(completion)) for completion in completions]
+        completion_mask = torch.arange(longest, device=device) < lengths[:, None]  # (rows, time)
+        passes.append((which[start:start + ROWS_PER_PASS], torch.tensor(padded, device=device), completion_mask))
+    return {"prompt_ids": prompt_ids, "prompt_mask": prompt_mask, "passes": passes}
 
 
-def policy_loss(logprobs, old_logprobs, reference_logprobs, advantages, lengths, B: int, T: float,
+def policy_loss(logprobs, old_logprobs, reference_logprobs, advantages, lengths, B: int, T: int,
                 training: TrainingConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """-sum_i sum_j sum_t (min(rho A_ij, clip(rho) A_ij) - beta KL) / Z, where rho is pi(a_ij[t] | q_i, a_ij[<t]) over what it was
-    before the step's first update; with one update per batch log pi stands in for it. B and T: the answers of the batch, and their
-    tokens. All tensors are (tokens,); `lengths` says for each token how long its answer is. Returns what to watch besides the loss.
+    """-sum_i sum_j sum_t (min(rho A_ij, clip(rho, 1 - low, 1 + high) A_ij) - beta KL) / Z, where rho is pi(a_ij[t] | q_i,
+    a_ij[<t]) over what it was before the step's first update; with one update per batch log pi stands in for it. B: the answers
+    in the batch of all ranks. T: their tokens. All tensors are (tokens,); `lengths` says for each token how long its answer is.
+    Returns what to watch too.
 
-    A sum, whose normaliser Z is settled before the first micro-batch: how rows are split into micro-batches, ordered or shared among
-    ranks changes it only by rounding."""
+    A sum, whose normaliser Z is settled before the first micro-batch: how rows are split into micro-batches, ordered or shared
+    among ranks changes it only by rounding."""
     watched = {}
     if training.updates_per_batch == 1:
-        gains = advantages * logprobs  # the ratio rho would be 1, and its gradient is that of the log-probability
+        gains = advantages * logprobs  # rho would be 1, and its gradient is that of the log-probability
     else:
-        ratios = (logprobs - old_logprobs).exp()
-        gains = advantages * ratios
+        rho = (logprobs - old_logprobs).exp()
+        gains = advantages * rho
         if training.clip:
             low, high = training.clip
-            clipped = advantages * ratios.clamp(1 - low, 1 + high)
+            clipped = advantages * rho.clamp(1 - low, 1 + high)
             watched["clipped"] = (clipped < gains).sum()
             gains = torch.minimum(gains, clipped)
-    if training.kl_beta:
-        log_ratios = reference_logprobs - logprobs
-        kl = log_ratios.exp() - log_ratios - 1  # the estimator k3: never negative, and right on average
+    if beta := training.kl_beta:
+        d = reference_logprobs - logprobs
+        kl = d.exp() - d - 1  # the estimator k3: never negative, and right on average
         watched["kl"] = kl.sum()
-        gains = gains - training.kl_beta * kl
+        gains = gains - beta * kl
     L = training.max_new_gen_tokens
     Z = {"max_length": B * L, "tokens": T, "sequence": B * lengths}[training.loss_normalizer]  # Dr. GRPO, DAPO, GRPO
     return -(gains / Z).sum(), {name: value.detach() for name, value in watched.items()}
 
 
-def policy_gradient(policy: DistributedDataParallel, trajectories: list[Trajectory], config: Config, device: torch.device, progress,
-                    reference=None, before: dict | None = None) -> dict[str, float | None]:
+def policy_gradient(policy: DistributedDataParallel, trajectories: list[Trajectory], config: Config, device: torch.device,
+                    progress, reference=None, kept: dict | None = None) -> dict[str, float | None]:
     """Leaves the gradient of the whole batch in the parameters of every rank, clipped. Returns what it was like, over all ranks.
-    `before`: empty at the first update of a batch, and handed on to the others with the log-probabilities that they are measured from."""
+    `kept` goes empty into the first update of a batch and on into its others: log-probabilities before the first one, and those
+    of the reference, by micro-batch (which all updates cut in the same way)."""
     training = config.training
     # Where the advantage is 0 so is the gradient, but for a KL term: such rows are not run at all. A rank left with none runs one
     # of them all the same, because every rank owes the others exactly one synchronised backward pass.
     learned = [trajectory for trajectory in trajectories
                if (trajectory.advantage != 0 or training.kl_beta) and not (training.mask_truncated and trajectory.truncated)]
-    num_learned, num_tokens = over_ranks([len(learned), sum(len(trajectory.completion_ids) for trajectory in trajectories)], device)
+    num_tokens = sum(len(trajectory.completion_ids) for trajectory in trajectories)
+    num_learned, num_tokens = over_ranks([len(learned), num_tokens], device)
     if num_learned == 0:
         return {"loss": 0.0, "entropy": None, "grad_norm": None, "updated": 0, "non_finite": 0}
     micro_batches = make_micro_batches(learned or trajectories[:1], training.tokens_per_micro_batch)
-    # The answers of a rank, which are as many on each, and their tokens on all ranks by their number: DDP takes the mean over ranks, which
-    # makes the two those of the whole batch. What is skipped counts too.
-    B, T = len(trajectories), num_tokens / WORLD_SIZE
-    before = {} if before is None else before
+    B, T = len(trajectories) * WORLD_SIZE, int(num_tokens)  # what is skipped counts too
+    kept = {} if kept is None else kept
     policy.zero_grad(set_to_none=False)  # the gradients are views of DDP's buckets: None would make it hold them twice
     totals: dict[str, torch.Tensor | float] = {}
     for i, micro_batch in enumerate(micro_batches):
         last = i == len(micro_batches) - 1
         with nullcontext() if last else policy.no_sync():  # around forward and backward: gradients meet once, at the last
             batch = collate(micro_batch, device)
-            if training.kl_beta and ("reference", i) not in before:  # ahead of the pass whose activations are kept
-                before["reference", i] = reference(**batch)
+            if reference and ("reference", i) not in kept:  # before the policy's pass, whose activations stay
+                kept["reference", i] = reference(**batch)
             logprobs, entropies = policy(**batch)
             lengths = torch.tensor([len(trajectory.completion_ids) for trajectory in micro_batch], device=device)
             advantages = torch.tensor([trajectory.advantage for trajectory in micro_batch], device=device, dtype=logprobs.dtype)
             loss, watched = policy_loss(
-                logprobs, before.setdefault(("old", i), logprobs.detach()), before.get(("reference", i)),
+                logprobs, kept.setdefault(("old", i), logprobs.detach()), kept.get(("reference", i)),
                 advantages.repeat_interleave(lengths), lengths.repeat_interleave(lengths), B, T, training)  # (rows,) -> (tokens,)
             loss = loss * bool(learned)
-            loss.backward()
+            (loss * WORLD_SIZE).backward()  # DDP takes the mean over ranks, the formula the sum
         progress(i + 1, len(micro_batches))
         seen = {"loss": loss.detach(), "tokens": len(entropies), "entropy": entropies.sum(), **watched}
         totals = {name: totals.get(name, 0.0) + value * bool(learned) for name, value in seen.items()}
     grad_norm = float(nn.utils.clip_grad_norm_(policy.parameters(), training.max_grad_norm or math.inf))
     totals = dict(zip(totals, over_ranks([float(total) for total in totals.values()], device)))
-    loss, num_tokens = totals.pop("loss") / WORLD_SIZE, totals.pop("tokens")
+    loss, num_tokens = totals.pop("loss"), totals.pop("tokens")
     # Both are the same on every rank, so all of them take the step or none does.
     if not math.isfinite(grad_norm) or not math.isfinite(loss):
         return {"loss": None, "grad_norm": None, **dict.fromkeys(totals), "updated": 0, "non_finite": 1}
@@ -994,7 +986,7 @@ def evaluate(model, tokenizer, task, rows: list[dict], step: int, config: Config
 
 
 def evaluation_metrics(groups: list[list[Trajectory]], task) -> dict[str, float]:
-    """`groups`: for each question its answers. Intervals are of the mean over questions, half their width."""
+    """`groups`: for each question its answers. `_ci95` is half the width of the 95 % interval of the mean over questions."""
     answers = [answer for group in groups for answer in group]
     # The best answer is the one of highest reward; its question counts as solved when that one solves it.
     best = [max(group, key=lambda answer: answer.reward).parts[task.SOLVED] for group in groups]
@@ -1004,7 +996,8 @@ def evaluation_metrics(groups: list[list[Trajectory]], task) -> dict[str, float]
         metrics[f"eval/{name}"] = fmean(values)
         metrics[f"eval/{name}_ci95"] = 1.96 * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
     for name in sorted({str(group[0].row["group"]) for group in groups if "group" in group[0].row}):
-        metrics[f"eval/solved/{name}"] = fmean(value for value, group in zip(solved, groups) if str(group[0].row.get("group")) == name)
+        metrics[f"eval/solved/{name}"] = fmean(value for value, group in zip(solved, groups)
+                                               if str(group[0].row.get("group")) == name)
     values = {**{part: [answer.parts[part] for answer in answers] for part in task.REWARD_WEIGHTS},
               "reward": [answer.reward for answer in answers],
               "completion_length": [len(answer.completion_ids) for answer in answers],
@@ -1027,8 +1020,8 @@ class State:
 
 @dataclass
 class Run:
-    """What a run consists of. `lock` is held wherever the state changes: while it is free, and `settled`, the weights, the moments, the
-    state and the logger's files all stand at the end of the same step, and can be saved."""
+    """What a run consists of. Whoever changes the state holds `lock`: when it is free, and `settled` true, weights, moments,
+    state and the logger's files belong to the same step and can be saved."""
 
     config: Config
     device: torch.device
@@ -1036,9 +1029,9 @@ class Run:
     task: SimpleNamespace
     training_rows: list[dict]
     validation_rows: list[dict]
-    tokenizer: PreTrainedTokenizerBase
-    model: PreTrainedModel
-    sampler: PreTrainedModel
+    tokenizer: typing.Any
+    model: nn.Module
+    sampler: nn.Module
     policy: DistributedDataParallel
     reference: typing.Callable | None
     optimizer: torch.optim.Optimizer
@@ -1049,7 +1042,8 @@ class Run:
     @contextmanager
     def settling(self):
         """Around every change of the state and of what is on disk."""
-        with self.lock, blame(f"{self.log.folder} cannot be written to; what was saved before is intact", (OSError, SafetensorError)):
+        what = f"{self.log.folder} cannot be written to; what was saved before is intact"
+        with self.lock, blame(what, (OSError, SafetensorError)):
             self.settled = False
             yield
             self.settled = True  # not after an exception: what is half changed is never saved
@@ -1064,11 +1058,11 @@ def prepare(config: Config, device: torch.device, log: Logger) -> Run:
         with together():
             if first == (LOCAL_RANK == 0):
                 training_rows, validation_rows = load_questions(task, tokenizer, config, log)
-    with together(), blame(NO_TEMPLATE):
+    with together():
         check_lengths(training_rows + validation_rows, model, task, tokenizer, config)
     policy = DistributedDataParallel(Policy(model, config.sampling.temperature, config.model.precision == "mixed"),
                                      device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True)
-    reference = make_reference(model, config) if config.training.kl_beta else None
+    reference = make_reference(model, config) if config.training.kl_beta else None  # before a checkpoint is loaded into the model
     optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, betas=tuple(config.training.adam_betas),
                                   weight_decay=config.training.weight_decay, fused=True)
     # One backward pass and one step of nothing, so that a fresh run starts out as a resumed one does: DDP arranges its buckets
@@ -1080,8 +1074,24 @@ def prepare(config: Config, device: torch.device, log: Logger) -> Run:
     optimizer.step()
     for moments in optimizer.state.values():
         moments["step"].zero_()
-    sampler = frozen_copy(model, model.parameters()) if config.model.precision == "mixed" else model
+    sampler = make_sampler(model, config)
     return Run(config, device, log, task, training_rows, validation_rows, tokenizer, model, sampler, policy, reference, optimizer)
+
+
+def choose_engine(run: Run) -> None:
+    """sampling.engine=auto: each engine answers the first step's questions, and the faster one on rank 0 is taken, for good."""
+    seconds = {}
+    for engine in ("generate", "continuous"):
+        run.config.sampling.engine = engine
+        started = time.perf_counter()
+        sample_trajectories(run.sampler, run.tokenizer, run.task, questions(run.training_rows, 1, run.config),
+                            run.config.training.k_best_of_n[1], run.config, lambda *_: None)
+        seconds[engine] = time.perf_counter() - started
+    fastest = [min(seconds, key=seconds.get)]
+    dist.broadcast_object_list(fastest)
+    run.config.sampling.engine, = fastest
+    measured = ", ".join(f"{engine} {each:.1f} s" for engine, each in seconds.items())
+    run.log.say(f"sampling.engine=auto: {measured}; takes {fastest[0]}")
 
 
 def state_tensors(run: Run) -> dict[str, torch.Tensor]:
@@ -1095,6 +1105,10 @@ def state_tensors(run: Run) -> dict[str, torch.Tensor]:
 
 
 def save_checkpoint(run: Run) -> None:
+    """Unless there is nothing to save, or the last steps failed: then a run goes on from before them."""
+    if run.state.step == 0 or run.state.bad_steps:
+        return
+
     def write(folder: Path) -> None:
         # On a stream of its own: the usual one may be waiting for another rank when a stop signal asks for this.
         with torch.cuda.stream(torch.cuda.Stream()) if run.device.type == "cuda" else nullcontext():
@@ -1103,7 +1117,7 @@ def save_checkpoint(run: Run) -> None:
         contents = {**asdict(run.state), "num_ranks": WORLD_SIZE, "config": flatten(run.config), "log": run.log.bookmark()}
         (folder / "state.json").write_text(json.dumps(contents, indent=1), encoding="utf-8")
 
-    add_checkpoint(run.log.folder, run.state.step, write, run.config.checkpoint.keep)
+    logger.add_checkpoint(run.log.folder, run.state.step, write, run.config.checkpoint.keep)
 
 
 def save_best(run: Run, metrics: dict[str, float]) -> None:
@@ -1114,15 +1128,13 @@ def save_best(run: Run, metrics: dict[str, float]) -> None:
         prompt_ids = encode_prompt(run.validation_rows[0], run.task, run.tokenizer, run.config)
         run.log.card(folder, run.state.step, metrics, run.tokenizer.decode(prompt_ids))
 
-    switch_best(run.log.folder, run.state.step, write)
+    logger.switch_best(run.log.folder, run.state.step, write)
 
 
 def merged(model):
-    """A copy whose adapters are added to the matrices they belong to: a plain model, without need of peft. On the CPU, where there is
-    room, and in float32, or the little that was learned might be rounded away."""
-    model = copy.deepcopy(model, {
-        id(parameter): nn.Parameter(parameter.detach().to("cpu", torch.float32, copy=True), requires_grad=False)
-        for parameter in model.parameters()})
+    """A copy whose adapters are added to the matrices they belong to: a plain model, without need of peft. On the CPU, where
+    there is room, and in float32, or the little that was learned might be rounded away."""
+    model = frozen_copy(model, lambda parameter: parameter.to("cpu", torch.float32, copy=True))
     for name, layer in list(model.named_modules()):
         if hasattr(layer, "get_base_layer"):
             layer.merge()
@@ -1135,13 +1147,11 @@ def claim_run_folder(config: Config) -> typing.TextIO:
     """Settles the run's name and takes its folder for this run alone, as long as the returned file is open."""
     folder = Path(config.run.dir) / (config.run.name or default_run_name(config))
     if config.run.resume == "never":
-        # After a crash or a preemption the command is repeated as it was: then the run that it began anew is taken up again.
-        restarted = any(os.environ.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
-        folder = newest_version(folder) if restarted else free_version(folder)
+        folder = logger.new_folder(folder)
     config.run.name = folder.name
     with blame(f"run.dir={config.run.dir!r} cannot be written to", (OSError,)):
         try:
-            return lock_folder(folder)
+            return logger.lock_folder(folder)
         except BlockingIOError as error:
             raise UserError(f"{folder} is in use by {error}: wait for its end, or set run.name to another name") from None
 
@@ -1151,17 +1161,20 @@ def find_checkpoint(config: Config, folder: Path) -> tuple[Path, int, dict] | No
     given = Path(config.run.resume) if config.run.resume not in ("auto", "never") else None
     offer = None
     if LOCAL_RANK == 0:  # one rank looks for its machine
-        path = newest_checkpoint(folder)
-        if path is None and given:  # where the run itself has one, it has been started like this before
-            path = given if is_complete(given) else newest_checkpoint(given)
-        if path is not None:
+        # Where the run itself has one, it has been started like this before.
+        path = logger.newest_checkpoint(folder) or (given and logger.newest_checkpoint(given))
+        if path:
             offer = (path, RANK, json.loads((path / "state.json").read_text(encoding="utf-8")))
     offers: list = [None] * WORLD_SIZE
     dist.all_gather_object(offers, offer)
     if given and not any(offers):
-        raise UserError(f"run.resume={config.run.resume!r} is neither a complete checkpoint nor the folder of a run that has one; "
-                        "write auto, never, or a path like runs/<name>/checkpoints/step-000100")
-    return max(filter(None, offers), key=lambda offer: (offer[2]["step"], -offer[1]), default=None)
+        raise UserError(f"run.resume={config.run.resume!r} is neither a complete checkpoint nor the folder of a run that has "
+                        "one; write auto, never, or a path like runs/<name>/checkpoints/step-000100")
+    def newest(offer):
+        _, rank, saved = offer
+        return saved["step"], -rank
+
+    return max(filter(None, offers), key=newest, default=None)
 
 
 def adopt_settings(saved: dict, config: Config, log: Logger) -> None:
@@ -1177,8 +1190,8 @@ def adopt_settings(saved: dict, config: Config, log: Logger) -> None:
                if then[key] != now[key] and not key.startswith("run.")}
     refused = [change for key, change in changed.items() if key not in NOT_THE_EXPERIMENT]
     if refused and not config.run.resume_anyway:
-        raise UserError(f"the checkpoint to go on from belongs to another experiment ({'; '.join(refused)}): set run.name to a new "
-                        "name to start this one afresh, or run.resume_anyway=true to go on all the same")
+        raise UserError(f"the checkpoint to go on from belongs to another experiment ({'; '.join(refused)}): set run.name to a "
+                        "new name to start this one afresh, or run.resume_anyway=true to go on all the same")
     for change in changed.values():
         log.say(f"changed since the checkpoint: {change}")
     if saved["num_ranks"] != WORLD_SIZE:
@@ -1193,7 +1206,8 @@ def load_checkpoint(run: Run, path: Path, reader: int, saved: dict) -> None:
         run.state.best = State.best
     tensors = state_tensors(run)
     with safe_open(path / "tensors.safetensors", "pt") if RANK == reader else nullcontext() as file:
-        with together(), blame(f"{path} holds the weights of another model than model.name={run.config.model.name!r}", (SafetensorError,)):
+        other = f"{path} holds the weights of another model than model.name={run.config.model.name!r}"
+        with together(), blame(other, (SafetensorError,)):
             if RANK == reader and any(file.get_slice(name).get_shape() != list(tensor.shape) for name, tensor in tensors.items()):
                 raise SafetensorError("other shapes")
         for name, tensor in tensors.items():
@@ -1218,13 +1232,14 @@ def stop_signals(run: Run, store: dist.Store):
     stopping, broken = threading.Event(), threading.Event()
 
     def watch() -> None:
-        number = os.read(pipe_out, 1)[0]
-        if number in heeded:
-            stopping.set()
-            try:
-                stop(run, store, signal.Signals(number).name, broken)
-            finally:
-                os._exit(128 + number)
+        while (number := os.read(pipe_out, 1)[0]) not in heeded:  # another signal with a handler, like the alarm of a reward
+            if number == 0:  # written below
+                return
+        stopping.set()
+        try:
+            stop(run, store, signal.Signals(number).name, broken)
+        finally:
+            os._exit(128 + number)
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
@@ -1234,13 +1249,13 @@ def stop_signals(run: Run, store: dist.Store):
         yield
     except UserError:
         raise
-    except Exception:  # as a rule another rank has left: torchrun is about to stop this one as well, and it has no more to say
+    except Exception:  # as a rule another rank has left, and torchrun's SIGTERM is on its way: then this rank ends without a word
         broken.set()
         stopping.wait(3)
         raise
     finally:
         if stopping.is_set():
-            watcher.join()  # for ever: it ends the process
+            watcher.join()  # never returns: the watcher ends the process
         signal.set_wakeup_fd(-1)
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -1262,11 +1277,12 @@ def stop(run: Run, store: dist.Store, reason: str, broken: threading.Event) -> N
     if RANK == 0:
         try:
             with run.lock:
-                if run.settled and run.state.step > 0 and run.state.bad_steps == 0:
+                if run.settled:
                     with blame(f"{run.log.folder} cannot be written to", (OSError, SafetensorError)):
                         save_checkpoint(run)
         except UserError as error:
             reason = f"{reason}, and {error}"
+        timer.cancel()
         run.log.stopped(reason)
         store.set("rank 0 has stopped", "")
     else:
@@ -1284,16 +1300,17 @@ def step_metrics(groups: list[list[Trajectory]], seconds: dict[str, float], task
         "reward": [answer.reward for answer in answers],
         "reward_std": [pstdev(group) for group in rewards],
         **{f"reward/{part}": [answer.parts[part] for answer in answers] for part in task.REWARD_WEIGHTS},
-        **{f"reward/{part}_std": [pstdev(answer.parts[part] for answer in group) for group in groups] for part in task.REWARD_WEIGHTS},
+        **{f"reward/{part}_std": [pstdev(answer.parts[part] for answer in group) for group in groups]
+           for part in task.REWARD_WEIGHTS},
         "solved": [answer.parts[task.SOLVED] for answer in answers],
         "groups_without_signal": [max(group) == min(group) for group in rewards],
         "completion_length": [len(answer.completion_ids) for answer in answers],
         "truncated": [answer.truncated for answer in answers],
         **{f"seconds/{phase}": [value] for phase, value in seconds.items()},
     }
-    sums = over_ranks([sum(each) for each in values.values()] + [len(answers)], device)
-    metrics = {name: total / (len(each) * WORLD_SIZE) for (name, each), total in zip(values.items(), sums)}
-    num_tokens = metrics["completion_length"] * sums[-1]
+    sums = over_ranks([fmean(each) for each in values.values()], device)
+    metrics = {name: total / WORLD_SIZE for name, total in zip(values, sums)}  # each rank has as many as the others
+    num_tokens = metrics["completion_length"] * len(answers) * WORLD_SIZE
     metrics["tokens_per_second"] = num_tokens / sum(metrics[f"seconds/{phase}"] for phase in seconds)
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "darwin" else 1)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else kilobytes * 1024
@@ -1316,31 +1333,32 @@ def evaluation_step(run: Run) -> None:
 
 
 def training_step(run: Run) -> None:
-    config, step, n = run.config, run.state.step + 1, run.config.training.k_best_of_n[1]
+    """The algorithm of the head of this file, step by step."""
+    config, step, G = run.config, run.state.step + 1, run.config.training.k_best_of_n[1]
     stream = random_stream(config.training.seed, step, "train")
     started = time.perf_counter()
-    rows = questions(run.training_rows, step, config)
+    rows = questions(run.training_rows, step, config)  # 1.
     with run.log.progress("sampling") as progress:
-        trajectories = sample_trajectories(run.sampler, run.tokenizer, run.task, rows, n, config, progress)
+        trajectories = sample_trajectories(run.sampler, run.tokenizer, run.task, rows, G, config, progress)  # 2.
+    score(trajectories, run.task, config)  # 3.
     sampled = time.perf_counter()
-    score(trajectories, run.task, config)
-    groups = [trajectories[i:i + n] for i in range(0, len(trajectories), n)]
-    candidates = [trajectory for group in groups for trajectory in compute_advantages(group, config, stream)]
+    groups = [trajectories[i:i + G] for i in range(0, len(trajectories), G)]
+    candidates = [trajectory for group in groups for trajectory in compute_advantages(group, config, stream)]  # 4.
     learning_rate = scheduled_learning_rate(step, config)
     for parameters in run.optimizer.param_groups:
         parameters["lr"] = learning_rate
 
-    before: dict = {}
+    kept: dict = {}
 
     def gradient() -> dict:
         with run.log.progress("learning") as progress, enough_memory(f"learning: {learning_advice(candidates, config)}"):
-            return policy_gradient(run.policy, candidates, config, run.device, progress, run.reference, before)
+            return policy_gradient(run.policy, candidates, config, run.device, progress, run.reference, kept)  # 5. and 6.
 
     updates = [gradient()]
     with run.settling():  # between two updates of one batch the weights belong to no step
         while updates[-1]["updated"]:
             run.optimizer.step()
-            if len(updates) == config.training.updates_per_batch:
+            if len(updates) == config.training.updates_per_batch:  # mu
                 break
             updates.append(gradient())
         made = [update for update in updates if update["updated"]] or updates
@@ -1352,8 +1370,9 @@ def training_step(run: Run) -> None:
         run.state.step, run.state.evaluated = step, False
         run.state.bad_steps = run.state.bad_steps + 1 if learning["non_finite"] else 0
     if run.state.bad_steps >= config.training.max_bad_steps:
-        raise UserError(f"the gradient was not finite in {run.state.bad_steps} steps in a row, up to step {step}; they were skipped and no "
-                        "checkpoint was made of them. Lower training.learning_rate, and start again under another run.name")
+        raise UserError(f"the gradient was not finite in {run.state.bad_steps} steps in a row, up to step {step}; they were "
+                        "skipped and no checkpoint was made of them. Lower training.learning_rate, and start again under another "
+                        "run.name")
 
 
 def train(run: Run) -> None:
@@ -1362,7 +1381,7 @@ def train(run: Run) -> None:
         finished = state.step >= config.training.max_steps
         if not state.evaluated and (finished or state.step % config.validation.every == 0):
             evaluation_step(run)
-        if RANK == 0 and state.step > 0 and not state.bad_steps and (finished or state.step % config.checkpoint.every == 0):
+        if RANK == 0 and (finished or state.step % config.checkpoint.every == 0):
             with run.settling():
                 save_checkpoint(run)
         if finished:
@@ -1384,7 +1403,8 @@ def main(arguments: list[str]) -> int:
         log = Logger(config, active=RANK == 0)
         checkpoint = find_checkpoint(config, log.folder)
         if checkpoint:
-            adopt_settings(checkpoint[2], config, log)
+            _, _, saved = checkpoint
+            adopt_settings(saved, config, log)
         config.model.precision = config.model.precision or ("mixed" if device.type == "cuda" else "float32")
         run = prepare(config, device, log)
         if checkpoint:
@@ -1398,7 +1418,7 @@ def main(arguments: list[str]) -> int:
         with run.settling():
             log.finish()
     except KeyboardInterrupt:
-        print("interrupted before training began", file=sys.stderr)
+        print("interrupted before or after training; what was saved is intact", file=sys.stderr)
         code = 130
     except UserError as error:
         # Rank 0 says what is wrong. torchrun ends the others once the first has left, so they wait for rank 0 to be heard;
@@ -1408,7 +1428,7 @@ def main(arguments: list[str]) -> int:
             time.sleep(10)
         print(f"error: {error}", file=sys.stderr, flush=True)
         code = 2
-    except Exception:  # noqa: BLE001, whatever it is, `leave` has to follow
+    except Exception:  # noqa: BLE001, whatever it is, the process has to end through `leave`
         traceback.print_exc()
         code = 1
     if log is not None:
@@ -1419,8 +1439,9 @@ def main(arguments: list[str]) -> int:
 
 
 def leave(code: int) -> typing.NoReturn:
-    """Ends the process without Python's own clean-up. That would free DDP, and so wait for gloo's threads, while they may be waiting
-    for the interpreter lock: a rank that is done would hang for ever. (nccl's would wait for ranks that may never come.)"""
+    """Ends the process without Python's own clean-up. That would free DDP, and so wait for gloo's threads, while they may be
+    waiting for the interpreter lock: a rank that is done would hang for ever. (nccl's would wait for ranks that may never
+    come.)"""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

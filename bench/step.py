@@ -27,9 +27,8 @@ from harness import (
 )
 
 
-def plain_generate(model, prompts, repeats, generation_config, max_new_tokens, progress):
+def plain_generate(model, rows, generation_config, max_new_tokens, progress):
     """In place of main.generate_completions: every row reads its own prompt, and none leaves before the last has ended."""
-    rows = [prompts[i] for i in repeats.tolist()]
     time = max(map(len, rows))
     generation_config.max_new_tokens = max_new_tokens
     ids = torch.tensor([[0] * (time - len(row)) + row for row in rows], device=model.device)

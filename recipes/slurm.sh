@@ -19,8 +19,8 @@ export PATH="$PWD/.venv/bin:$PATH"
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or a machine that has failed could not join again by itself
 first_machine=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
-# SIGTERM comes with a preemption, and 120 seconds before the time is up. The trainer saves its last step; started again, it
-# goes on from there.
+# SIGTERM comes with a preemption, and 120 seconds before the time is up. The trainer saves its last step if 20 seconds
+# are enough for that; started again, it goes on from there, or else from its last periodic checkpoint.
 requeue() {
     kill -TERM "$trainer"
     wait "$trainer"

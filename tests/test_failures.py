@@ -156,7 +156,6 @@ def test_a_full_disk_is_one_line_wherever_it_strikes(tmp_path, monkeypatch, caps
     for module, name in ((logger.Logger, "_append"), (logger.Logger, "_draw_curves"), (logger, "switch_best"), (logger.os, "fsync")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, full)
-            patch.setattr(main, "switch_best", logger.switch_best)
             assert main.main([*TINY, "training.max_steps=1", f"run.dir={tmp_path}", f"run.name={name}"]) == 2
         last = capsys.readouterr().err.splitlines()[-1]
         assert last.startswith("error: ") and str(tmp_path / name) in last and "No space left on device" in last
@@ -256,6 +255,8 @@ def test_a_checkpoint_by_path_begins_a_branch_that_then_goes_on_by_itself(tmp_pa
     branched, origin = outcome(tmp_path / "b"), outcome(tmp_path / "a")
     for same in ("metrics", "samples", "tensors", "step"):
         assert branched[same] == origin[same]
+    best = json.loads((tmp_path / "b" / "summary.json").read_text())["best"]
+    assert best["step"] == 3 and (tmp_path / "b" / "best").resolve().name == "best-000003"  # not one of the origin's
     capsys.readouterr()
     assert main.main([*branch, "training.max_steps=4"]) == 0
     assert f"going on from {tmp_path / 'b' / 'checkpoints' / 'step-000003'}" in capsys.readouterr().out

@@ -174,7 +174,7 @@ def test_a_step_without_signal_changes_nothing(one_rank):
 
 def test_mixed_precision_keeps_float32_masters_and_samples_from_a_bfloat16_copy(one_rank):
     model = make_model()
-    sampler = main.frozen_copy(model, model.parameters())
+    sampler = main.make_sampler(model, make_config(model__precision="mixed"))
     with torch.no_grad():
         model.model.norm.weight += 0.37
     main.refresh_sampler(sampler, model)

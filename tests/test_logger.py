@@ -157,6 +157,10 @@ def test_progress_is_a_bar_on_a_terminal_and_rare_plain_lines_elsewhere(tmp_path
     assert bar.rpartition("\r")[2] == "" and bar.split("\r")[-2].strip() == ""  # it wipes itself out
     assert show(is_terminal=False) == "sampling 60/100, 2.0/s, 20 s left\n"
     assert show(is_terminal=True, active=False) == ""
+    with pytest.raises(RuntimeError), make_logger(tmp_path, is_terminal=True).progress("sampling") as progress:
+        progress(40, 100)
+        raise RuntimeError("what is said of it must not stand behind the bar")
+    assert capsys.readouterr().out.split("\r")[-2:] == [" " * 84, ""]
 
 
 def test_long_completions_are_shortened_in_the_middle():

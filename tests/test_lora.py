@@ -129,7 +129,7 @@ def test_with_the_whole_family_switched_on_a_resumed_run_ends_as_an_uninterrupte
 
 def test_the_frozen_copy_for_mixed_precision_is_refreshed_where_the_model_learns(one_rank):
     model, _, _ = with_adapters()
-    sampler = main.frozen_copy(model, model.parameters())
+    sampler = main.make_sampler(model, make_config(model__precision="mixed"))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.37 * parameter.requires_grad
@@ -153,7 +153,7 @@ def test_gradient_checkpointing_changes_nothing_about_adapters(one_rank):
 
 def test_in_mixed_precision_what_does_not_learn_lies_in_bfloat16_and_is_shared_with_the_sampler():
     model, _ = main.load_model(make_config(model__lora_rank=4, model__precision="mixed"), torch.device("cpu"))
-    sampler = main.frozen_copy(model, model.parameters())
+    sampler = main.make_sampler(model, make_config(model__precision="mixed"))
     for parameter, copied in zip(model.parameters(), sampler.parameters(), strict=True):
         assert parameter.dtype == (torch.float32 if parameter.requires_grad else torch.bfloat16) and copied.dtype == torch.bfloat16
         assert (parameter.data_ptr() == copied.data_ptr()) == (not parameter.requires_grad)

@@ -22,7 +22,7 @@ BASH = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) fo
 SOURCES = "\n".join(path.read_text() for pattern in ("*.py", "*.yaml", "*.txt", "examples/*", "recipes/*", "bench/*.py", ".ci/*")
                     for path in ROOT.glob(pattern))
 # What a run leaves, names of other projects and tools, and words of shells and mathematics.
-ELSEWHERE = {"runs/<name>/", "checkpoints/step-NNNNNN/", "best/", "tokenizers", "no_sync", "uv", "sums.py", "my.yaml", "sha256sum -c SHA256SUMS",
+ELSEWHERE = {"runs/<name>/", "checkpoints/step-NNNNNN/", "best/", "tokenizers", "no_sync", "uv", "sums.py", "terse.py", "my.yaml", "sha256sum -c SHA256SUMS",
              "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "sqlite:///mlflow.db", "from_pretrained"}
 SMALL = ["training.max_steps=1", "training.max_new_gen_tokens=8", "training.num_samples_per_step=2", "data.num_validation=4",
          "validation.best_of_n=2", "run.name=a"]
@@ -115,10 +115,11 @@ def test_the_tour_leads_through_main_py_in_its_order():
             assert start < re.search(rf"^(def|class) {name}\b", source, re.MULTILINE).start() < end, (chapter, name)
 
 
-def test_no_function_is_longer_than_a_screen():
+def test_no_function_is_longer_than_a_screen_and_no_line_wider():
     import ast
 
     for path in (ROOT / "main.py", ROOT / "countdown.py", ROOT / "logger.py"):
+        assert max(map(len, path.read_text().splitlines())) <= 130, path.name
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef):
                 assert node.end_lineno - node.lineno < 60, (path.name, node.name)
