@@ -405,6 +405,7 @@ def load_task(config: TaskConfig) -> SimpleNamespace:
 
 
 def encode_prompt(row: dict, task, tokenizer, config: Config) -> list[int]:
+    """The question as the model reads it: as plain text, or as the user's turn of a chat."""
     if config.data.prompt_style == "base":
         return tokenizer(row["prompt"])["input_ids"]
     reply_start = getattr(task, "REPLY_START", "")
@@ -448,6 +449,7 @@ def load_questions(task, tokenizer, config: Config, log: Logger) -> tuple[list[d
 
 
 def check_lengths(rows: list[dict], model, task, tokenizer, config: Config) -> None:
+    """A prompt and the longest answer to it have to fit into what the model can read."""
     longest_texts = sorted(rows, key=lambda row: len(row["prompt"]))[-100:]  # tokenising all could take minutes
     longest = max(len(encode_prompt(row, task, tokenizer, config)) for row in longest_texts)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -473,6 +475,7 @@ def questions(rows: list[dict], step: int, config: Config) -> list[dict]:
 
 
 def load_model(config: Config, device: torch.device):
+    """The model that learns, and its tokenizer."""
     name = beside_main(config.model.name)
     dtype = torch.bfloat16 if config.model.precision == "bfloat16" else torch.float32
     attention = f" with model.attention={config.model.attention!r}" if config.model.attention else ""
@@ -669,11 +672,12 @@ def generate_continuously(model, prompts: list[list[int]], num_answers: int, gen
     of old weights."""
     attention = model.config._attn_implementation
     generation_config.max_new_tokens, generation_config.num_return_sequences = config.training.max_new_gen_tokens, num_answers
-    rows = min(config.sampling.max_rows, len(prompts) * num_answers)
+    at_once = min(config.sampling.max_rows, len(prompts) * num_answers)
     seed = int(torch.randint(2**31, ()))
-    batching = ContinuousBatchingConfig(max_requests_per_batch=rows, max_batch_tokens=max(2 * rows, 256), seed=seed)
-    # As much memory as the rows may need; left to itself it would take nearly all that is free.
-    batching.num_blocks = rows * math.ceil((max(map(len, prompts)) + generation_config.max_new_tokens) / batching.page_size)
+    batching = ContinuousBatchingConfig(max_requests_per_batch=at_once, max_batch_tokens=max(2 * at_once, 256), seed=seed)
+    # As much memory as these may need; left to itself it would take nearly all that is free.
+    longest = max(map(len, prompts)) + generation_config.max_new_tokens
+    batching.num_blocks = at_once * math.ceil(longest / batching.page_size)
     try:
         results = list(model.generate_batch(prompts, generation_config, batching).values())
     finally:
@@ -1121,6 +1125,7 @@ def save_checkpoint(run: Run) -> None:
 
 
 def save_best(run: Run, metrics: dict[str, float]) -> None:
+    """As a folder that `from_pretrained` reads."""
     def write(folder: Path) -> None:
         model = merged(run.model) if run.config.model.lora_rank and run.config.model.lora_merged else run.model
         model.save_pretrained(folder)
@@ -1376,6 +1381,7 @@ def training_step(run: Run) -> None:
 
 
 def train(run: Run) -> None:
+    """From wherever the run stands to its last step. Evaluating comes before saving, so a checkpoint says whether it was done."""
     config, state = run.config, run.state
     while True:
         finished = state.step >= config.training.max_steps
