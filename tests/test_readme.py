@@ -18,8 +18,9 @@ import main
 
 README = (ROOT / "README.md").read_text()
 PROSE = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
+PROSE = re.sub(r"\| TRL \| here \|\n(\|.*\n)+", lambda table: re.sub(r"^\|.*?\|", "|", table[0], flags=re.MULTILINE), PROSE)  # its names
 BASH = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines() if line.strip()]
-SOURCES = "\n".join(path.read_text() for pattern in ("*.py", "*.yaml", "*.txt", "examples/*", "recipes/*", "bench/*.py", ".ci/*")
+SOURCES = "\n".join(path.read_text() for pattern in ("*.py", "*.yaml", "*.txt", ".env.example", "examples/*", "recipes/*", "bench/*.py", ".ci/*")
                     for path in ROOT.glob(pattern))
 # What a run leaves, names of other projects and tools, and words of shells and mathematics.
 ELSEWHERE = {"runs/<name>/", "checkpoints/step-NNNNNN/", "best/", "tokenizers", "no_sync", "uv", "sums.py", "terse.py", "my.yaml", "sha256sum -c SHA256SUMS",
