@@ -261,7 +261,7 @@ class Logger:
             step=step, dataset=config.data.dataset, task=config.task.name, learning=config.training.learning_type,
             n=config.validation.best_of_n, held_out=config.data.num_validation, results=results, settings=settings,
             prompt=json.dumps(prompt), folder=self.folder / "best", L=config.training.max_new_gen_tokens,
-            temperature=config.sampling.temperature), encoding="utf-8")
+            temperature=config.sampling.temperature, top_k=config.sampling.top_k, top_p=config.sampling.top_p), encoding="utf-8")
 
     def _start_mlflow(self, parameters: dict, run_id: str | None) -> None:
         # Its client retries a dead server for minutes by default.
@@ -310,6 +310,15 @@ class Logger:
             if self.mlflow_thread.is_alive():
                 print(f"warning: MLflow is slow to answer and lacks the end of this run; its files are in {self.folder}")
             self.mlflow_calls = None
+
+
+def keep_failed_reward(config, rank: int, completion: str, row: dict) -> Path:
+    """What a reward function has failed on just now, to look at."""
+    path = Path(config.run.dir, config.run.name, f"failed-reward-{rank}.json")
+    path.parent.mkdir(parents=True, exist_ok=True)  # on machines other than rank 0's
+    failure = {"completion": completion, "row": row, "error": traceback.format_exc()}
+    path.write_text(json.dumps(failure, default=repr, indent=1), encoding="utf-8")
+    return path
 
 
 # ---------------------------------------------------------------- the folder of a run
@@ -370,15 +379,6 @@ def _is_complete(checkpoint: Path) -> bool:
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return (checkpoint / "SHA256SUMS").read_text(encoding="utf-8") == _checksums(checkpoint)
     return False
-
-
-def keep_failed_reward(config, rank: int, completion: str, row: dict) -> Path:
-    """What a reward function has failed on just now, to look at."""
-    path = Path(config.run.dir, config.run.name, f"failed-reward-{rank}.json")
-    path.parent.mkdir(parents=True, exist_ok=True)  # on machines other than rank 0's
-    failure = {"completion": completion, "row": row, "error": traceback.format_exc()}
-    path.write_text(json.dumps(failure, default=repr, indent=1), encoding="utf-8")
-    return path
 
 
 def switch_best(folder: Path, step: int, write) -> None:
@@ -473,7 +473,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer, model = AutoTokenizer.from_pretrained("{folder}"), AutoModelForCausalLM.from_pretrained("{folder}")
 prompt = tokenizer({prompt}, add_special_tokens=False, return_tensors="pt")
-answer = model.generate(**prompt, max_new_tokens={L}, do_sample=True, temperature={temperature}, top_k=0, top_p=1.0)
+answer = model.generate(**prompt, max_new_tokens={L}, do_sample=True, temperature={temperature}, top_k={top_k}, top_p={top_p})
 print(tokenizer.decode(answer[0], skip_special_tokens=True))
 ```
 

@@ -83,7 +83,8 @@ class UserError(Exception):
 
 @contextmanager
 def blame(what: str, kinds: tuple[type[Exception], ...] = (Exception,)):
-    """Whatever goes wrong inside (of these `kinds`) is about something the user has named: `what` says which."""
+    """Whatever goes wrong inside (of these `kinds`) is about something the user has named: `what` says which. Running out of
+    memory is left to `enough_memory`."""
     try:
         yield
     except kinds as error:  # libraries raise a dozen unrelated types, some of whose messages are many lines long
@@ -93,8 +94,8 @@ def blame(what: str, kinds: tuple[type[Exception], ...] = (Exception,)):
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    on_cpu = "can't allocate memory" in str(error)  # PyTorch's words
-    return on_cpu or isinstance(error, torch.OutOfMemoryError | MemoryError)
+    words = ("can't allocate memory", "Cannot allocate memory")  # PyTorch's on a CPU, and the operating system's
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(each in str(error) for each in words)
 
 
 @contextmanager
@@ -342,7 +343,7 @@ def fresh_store(timeout: timedelta) -> dist.Store:
         return dist.PrefixStore(prefix, store)
     for rank in range(1, WORLD_SIZE):
         while not store.check([f"{name} is known to {rank}"]):
-            if store.check([f"hello from {rank}"]):  # a dead one's, perhaps, until that of the living takes its place
+            if store.check([f"hello from {rank}"]):  # a dead one's, perhaps, until the living one writes its own
                 store.set(f"prefix for {store.get(f'hello from {rank}').decode()}", name)
             time.sleep(0.02)
     return dist.PrefixStore(name, store)
@@ -427,6 +428,10 @@ def load_questions(task, tokenizer, config: Config, log: Logger) -> tuple[list[d
             rows = task.load(beside_main(config.data.dataset), config.data.max_rows)
         except ValueError as error:
             raise UserError(str(error)) from error
+        for place, row in enumerate(rows, start=1):
+            if not isinstance(row["prompt"], str):
+                raise UserError(f"task.name={config.task.name!r}: the prompt of row {place} of its load() is {row['prompt']!r}, "
+                                "not a text")
         if (longest := config.data.max_prompt_tokens) is not None:
             fitting = [row for row in rows if len(encode_prompt(row, task, tokenizer, config)) <= longest]
             if not fitting:
@@ -525,8 +530,8 @@ def add_adapters(model, config: Config) -> None:
 
 
 def frozen_copy(model, convert):
-    """A copy that does not learn, of which each parameter is what `convert` makes of the model's: one that comes back as it is,
-    is shared. Buffers, like rotary frequencies, keep their type."""
+    """A copy that does not learn. Each parameter is what `convert` returns for the model's; one that it returns unchanged is
+    shared. Buffers, like rotary frequencies, keep their type."""
     return copy.deepcopy(model, {id(parameter): nn.Parameter(convert(parameter).detach(), requires_grad=False)
                                  for parameter in model.parameters()})
 
@@ -687,7 +692,7 @@ def generate_continuously(model, prompts: list[list[int]], num_answers: int, gen
     if errors or len(results) < len(prompts) * num_answers:
         kind = torch.OutOfMemoryError if "out of memory" in str(errors) else UserError
         raise kind(f"sampling.engine=continuous returned {len(results)} of {len(prompts) * num_answers} answers, with the errors "
-                   f"{errors or '{}'}; write generate")
+                   f"{str(sorted(errors))[:300]}; set sampling.engine to generate")
     return [result.generated_tokens for result in results]
 
 
@@ -822,8 +827,8 @@ class Policy(nn.Module):
 
 def make_reference(model, config: Config):
     """What the KL term measures from: log-probabilities of the model as it was loaded, which with LoRA is the same one with its
-    adapters off. In mixed precision autocast would turn these weights into bfloat16 anyway; kept in it, the reference agrees with
-    the policy to the last bit until something is learned."""
+    adapters off. In mixed precision its linear layers, but for the output, are kept in bfloat16, as autocast would cast them
+    anyway: so it agrees with the policy to the last bit until something is learned."""
     has_adapters, mixed = config.model.lora_rank > 0, config.model.precision == "mixed"
     low = {id(layer.weight) for layer in model.modules()
            if mixed and isinstance(layer, nn.Linear) and layer is not model.get_output_embeddings()}
@@ -875,10 +880,10 @@ def collate(trajectories: list[Trajectory], device: torch.device) -> dict[str, t
 
 def policy_loss(logprobs, old_logprobs, reference_logprobs, advantages, lengths, B: int, T: int,
                 training: TrainingConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """-sum_i sum_j sum_t (min(rho A_ij, clip(rho, 1 - low, 1 + high) A_ij) - beta KL) / Z, where rho is pi(a_ij[t] | q_i,
-    a_ij[<t]) over what it was before the step's first update; with one update per batch log pi stands in for it. B: the answers
-    in the batch of all ranks. T: their tokens. All tensors are (tokens,); `lengths` says for each token how long its answer is.
-    Returns what to watch too.
+    """-sum_i sum_j sum_t (min(rho A_ij, clip(rho, 1 - low, 1 + high) A_ij) - beta KL) / Z, where rho is
+    pi(a_ij[t] | q_i, a_ij[<t]) over what it was before the step's first update; with one update per batch log pi stands in for
+    it. The batch of all ranks has B answers, of T tokens in all. All tensors are (tokens,); `lengths` says for each token how
+    long its answer is. Returns what to watch as well.
 
     A sum, whose normaliser Z is settled before the first micro-batch: how rows are split into micro-batches, ordered or shared
     among ranks changes it only by rounding."""
@@ -906,8 +911,8 @@ def policy_loss(logprobs, old_logprobs, reference_logprobs, advantages, lengths,
 def policy_gradient(policy: DistributedDataParallel, trajectories: list[Trajectory], config: Config, device: torch.device,
                     progress, reference=None, kept: dict | None = None) -> dict[str, float | None]:
     """Leaves the gradient of the whole batch in the parameters of every rank, clipped. Returns what it was like, over all ranks.
-    `kept` goes empty into the first update of a batch and on into its others: log-probabilities before the first one, and those
-    of the reference, by micro-batch (which all updates cut in the same way)."""
+    `kept`: an empty dictionary at the first update of a batch, the same one at its others. It holds, for each micro-batch (all
+    updates cut them alike), the log-probabilities before the first update and those of the reference."""
     training = config.training
     # Where the advantage is 0 so is the gradient, but for a KL term: such rows are not run at all. A rank left with none runs one
     # of them all the same, because every rank owes the others exactly one synchronised backward pass.
@@ -1053,13 +1058,16 @@ class Run:
             self.settled = True  # not after an exception: what is half changed is never saved
 
 
-@enough_memory("preparing: take a smaller model, set model.lora_rank to 32, say, or change model.precision to bfloat16")
+PREPARING = "preparing: take a smaller model, set model.lora_rank to 32, say, or change model.precision to bfloat16"
+
+
+@enough_memory(PREPARING)
 def prepare(config: Config, device: torch.device, log: Logger) -> Run:
-    with together():
+    with together(), enough_memory(PREPARING):
         task = load_task(config.task)
         model, tokenizer = load_model(config, device)
     for first in (True, False):  # one rank a machine prepares the data, then the others find it prepared
-        with together():
+        with together(), enough_memory("reading the questions: set data.max_rows, or lower it"):
             if first == (LOCAL_RANK == 0):
                 training_rows, validation_rows = load_questions(task, tokenizer, config, log)
     with together():
@@ -1109,7 +1117,8 @@ def state_tensors(run: Run) -> dict[str, torch.Tensor]:
 
 
 def save_checkpoint(run: Run) -> None:
-    """Unless there is nothing to save, or the last steps failed: then a run goes on from before them."""
+    """All that going on from here needs. Nothing at step 0, nor after steps whose gradient was not finite: a run goes on from
+    before those."""
     if run.state.step == 0 or run.state.bad_steps:
         return
 
@@ -1125,7 +1134,7 @@ def save_checkpoint(run: Run) -> None:
 
 
 def save_best(run: Run, metrics: dict[str, float]) -> None:
-    """As a folder that `from_pretrained` reads."""
+    """The model as a folder that `from_pretrained` reads."""
     def write(folder: Path) -> None:
         model = merged(run.model) if run.config.model.lora_rank and run.config.model.lora_merged else run.model
         model.save_pretrained(folder)
@@ -1175,11 +1184,7 @@ def find_checkpoint(config: Config, folder: Path) -> tuple[Path, int, dict] | No
     if given and not any(offers):
         raise UserError(f"run.resume={config.run.resume!r} is neither a complete checkpoint nor the folder of a run that has "
                         "one; write auto, never, or a path like runs/<name>/checkpoints/step-000100")
-    def newest(offer):
-        _, rank, saved = offer
-        return saved["step"], -rank
-
-    return max(filter(None, offers), key=newest, default=None)
+    return max(filter(None, offers), key=lambda found: (found[2]["step"], -found[1]), default=None)
 
 
 def adopt_settings(saved: dict, config: Config, log: Logger) -> None:
@@ -1224,7 +1229,7 @@ def load_checkpoint(run: Run, path: Path, reader: int, saved: dict) -> None:
 
 # ================================================================ stopping
 
-GRACE = 20  # seconds from a stop signal to the end at the latest: torchrun kills after 30
+GRACE = 20  # seconds that waiting for the lock and saving may take after a stop signal: torchrun kills after 30
 
 
 @contextmanager
@@ -1246,6 +1251,13 @@ def stop_signals(run: Run, store: dist.Store):
         finally:
             os._exit(128 + number)
 
+    def forget() -> None:
+        """In a process that a reward forks: its signals are not ours."""
+        signal.set_wakeup_fd(-1)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+    os.register_at_fork(after_in_child=forget)
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     handlers = {number: signal.signal(number, lambda *_: None) for number in heeded}
@@ -1261,9 +1273,7 @@ def stop_signals(run: Run, store: dist.Store):
     finally:
         if stopping.is_set():
             watcher.join()  # never returns: the watcher ends the process
-        signal.set_wakeup_fd(-1)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        forget()
         os.write(pipe_in, b"\0")  # lets the watcher go
         watcher.join()
         os.close(pipe_in)
@@ -1381,7 +1391,8 @@ def training_step(run: Run) -> None:
 
 
 def train(run: Run) -> None:
-    """From wherever the run stands to its last step. Evaluating comes before saving, so a checkpoint says whether it was done."""
+    """From where the run stands to its last step. It evaluates before it saves, so that going on from there does not do so
+    again."""
     config, state = run.config, run.state
     while True:
         finished = state.step >= config.training.max_steps

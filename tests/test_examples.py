@@ -209,7 +209,7 @@ def test_the_readmes_own_task_runs_as_it_stands(tmp_path):
 def test_the_readmes_reward_for_countdown_runs_as_it_stands(tmp_path):
     block = re.search(r"```python\n(# terse\.py.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
     (tmp_path / "terse.py").write_text(block)
-    assert main.main([*SMALL, f"task.name={tmp_path / 'terse.py'}", f"run.dir={tmp_path}"]) == 0
+    assert main.main([*SMALL, f"task.name={tmp_path / 'terse.py'}", f"run.dir={tmp_path}", "data.prompt_style=chat"]) == 0
     assert 0 < read_jsonl(tmp_path / "a" / "metrics.jsonl")[1]["reward/brevity"] <= 1
     terse = main.load_task(make_config(task__name=str(tmp_path / "terse.py")).task)
     assert terse.reward_function("</think>\n<answer>3+4</answer>" + " " * 71, {"nums": [3, 4], "target": 7}) == {

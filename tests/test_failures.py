@@ -46,6 +46,8 @@ def make_mistakes(folder):
     (own_code / "mine.py").write_text(f"open({str(folder / 'it has run')!r}, 'w')\nclass MyConfig: pass\nclass MyModel: pass\n")
     problem, other = '{"nums": [1, 2, 3], "target": 6}\n', '{"nums": [1, 2, 4], "target": 7}\n'
     in_the_way = write("file", "")
+    greedy = "if os.environ['RANK'] == '1': raise MemoryError\n    return [{'prompt': str(i)} for i in range(999)]"
+    task = "import os\nfrom countdown import REWARD_WEIGHTS, SOLVED, reward_function\ndef load(dataset, max_rows):\n    {load}\n"
     return [
         (["training.learning_rat=1"], ["training.learning_rat=1", "nearest is training.learning_rate"]),
         (["model.attention=flash_attention_9"], ["model.name=", "model.attention='flash_attention_9'"]),
@@ -56,6 +58,9 @@ def make_mistakes(folder):
         (["--config", str(folder / "none.yaml")], ["none.yaml", "not there"]),
         (["--config", write("broken.yaml", "training: [")], ["broken.yaml", "not YAML"]),
         (["task.name=none.py"], ["task.name='none.py'"]),
+        (["task.name=" + write("no_text.py", task.format(load="return [{'prompt': None, 'problem': 1}]"))], ["no_text.py", "row 1", "None"]),
+        (["task.name=" + write("greedy.py", task.format(load=greedy))],
+         ["out of memory while reading the questions", "data.max_rows"]),
         (["task.reward_weights={answer: 1, form: 1}"], ["task.reward_weights", "form", "format, answer"]),
         (["model.lora_rank=4", "model.lora_targets=[q]"], ["model.lora_targets", "no layers named q"]),
         ([f"data.dataset={folder / 'none.jsonl'}"], ["data.dataset", "none.jsonl", "no file"]),

@@ -185,11 +185,12 @@ def test_the_end_of_a_run_says_what_rose_where_the_best_model_is_and_how_to_try_
 
 def test_the_best_model_has_a_card_whose_lines_work(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert main.main([*SHORT, f"run.dir={tmp_path}", "run.name=a", "training.max_steps=1"]) == 0
+    assert main.main([*SHORT, f"run.dir={tmp_path}", "run.name=a", "training.max_steps=1", "sampling.top_p=0.9"]) == 0
     card = (tmp_path / "a" / "best" / "README.md").read_text()
     entries = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
     assert card.startswith("---\nlibrary_name: transformers\ntags:") and "`tiny/model`" in card and "base_model" not in card  # which is for hub ids
     assert f"| eval/solved | {entries[0]['eval/solved']:.3f}" in card and "max_new_gen_tokens: 24" in card
+    assert "temperature=1.0, top_k=0, top_p=0.9)" in card
     lines = card.split("```python\n")[1].split("```")[0]
     said = subprocess.run([sys.executable, "-c", lines], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     assert said.startswith("Combine the numbers")
