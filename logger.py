@@ -64,10 +64,13 @@ class Logger:
         settings = dataclasses.asdict(self.config)
         (self.folder / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
         (self.folder / "summary.json").unlink(missing_ok=True)
-        bookmark = {"seconds": 0, "mlflow_run_id": None, "bytes": dict.fromkeys(KEPT, 0)}
+        bookmark, mlflow_run_id = {"seconds": 0, "bytes": dict.fromkeys(KEPT, 0)}, None
         if checkpoint:
             path, _, saved = checkpoint
             bookmark = saved["log"]
+            if path.parent.parent.resolve() == self.folder.resolve():  # else it branches off, into an MLflow run of its own
+                told = self.folder / ".mlflow"  # at times only after the checkpoint; but this may be another machine
+                mlflow_run_id = told.read_text(encoding="utf-8") if told.exists() else bookmark["mlflow_run_id"]
             print(f"going on from {path}")
             for name in KEPT:
                 if not (self.folder / name).exists() and (path.parent.parent / name).exists():  # it branches off from another run
@@ -87,7 +90,7 @@ class Logger:
               f"on, {num_validation:,} held out; files in {self.folder}")
         if self.config.logging.mlflow:
             parameters = {f"{section}.{key}": value for section, keys in settings.items() for key, value in keys.items()}
-            self._start_mlflow(parameters, bookmark["mlflow_run_id"])
+            self._start_mlflow(parameters, mlflow_run_id)
 
     def say(self, text: str) -> None:
         if self.active:
@@ -187,7 +190,7 @@ class Logger:
             return
         evaluations = [entry for entry in self.history if "eval/solved" in entry]
         first, last = evaluations[0], evaluations[-1]
-        # A run that branched off from another has that one's history, but a best/ of its own.
+        # A run that branched off from another has that one's history, but a best/ of its own, if it has evaluated.
         kept = re.match(r"best-(\d+)", (self.folder / "best").resolve().name)
         best = max([entry for entry in evaluations if kept and entry["step"] == int(kept[1])] or evaluations,
                    key=lambda entry: (entry["eval/best_of_n"], entry["eval/solved"]))
@@ -198,12 +201,14 @@ class Logger:
         names = {"eval/solved": "solved", "eval/best_of_n": f"best of {n}", "eval/reward": "reward"}
         rose = ", ".join(f"{name} {first[metric]:.3f} -> {last[metric]:.3f}" for metric, name in names.items())
         print(self._bold(f"{rose}, in {last['step']} steps and {summary['seconds']:,.0f} s"))
-        print(f"the best model, of step {best['step']}, is in {self.folder / 'best'}"
-              + (f"; try it: {sys.executable} examples/ask.py --model {self.folder / 'best'} 3 7 25 = 68"
-                 if self.config.task.name == "countdown" else ""))
+        if kept:
+            print(f"the best model, of step {best['step']}, is in {self.folder / 'best'}"
+                  + (f"; try it: {sys.executable} examples/ask.py --model {self.folder / 'best'} 3 7 25 = 68"
+                     if self.config.task.name == "countdown" else ""))
         for name in ("config.yaml", "metrics.jsonl", "samples.jsonl", "curves.png", "summary.json"):
-            self._mlflow("log_artifact", str(self.folder / name))
-        if self.config.logging.mlflow_model:
+            if (self.folder / name).exists():  # a branch of a finished run has drawn nothing
+                self._mlflow("log_artifact", str(self.folder / name))
+        if self.config.logging.mlflow_model and kept:
             self._mlflow("log_artifacts", str((self.folder / "best").resolve()), "best")
         self._end_mlflow("FINISHED")
         print(json.dumps(summary))
@@ -284,6 +289,7 @@ class Logger:
             has_psutil = importlib.util.find_spec("psutil") is not None  # what system metrics are read with
             run = mlflow.start_run(run_id=run_id, run_name=self.config.run.name, log_system_metrics=has_psutil)
             self.mlflow_run_id = run.info.run_id
+            (self.folder / ".mlflow").write_text(self.mlflow_run_id, encoding="utf-8")
             where = mlflow.get_tracking_uri()
             page = where if where.startswith("http") else f"http://127.0.0.1:5000 after `mlflow ui --backend-store-uri {where}`"
             more = "" if has_psutil else "; for system metrics, pip install psutil"

@@ -80,10 +80,13 @@ def test_a_real_server_gets_everything_and_a_resumed_run_goes_on_in_the_same_mlf
     arguments = [*SHORT, f"run.dir={tmp_path / 'runs'}", "run.name=a", "logging.mlflow=true", "logging.mlflow_model=true"]
     for max_steps in (2, 4):
         assert main.main([*arguments, f"training.max_steps={max_steps}"]) == 0
+    assert main.main([*arguments, "training.max_steps=4", "run.name=b", f"run.resume={tmp_path / 'runs' / 'a'}"]) == 0
     said = capsys.readouterr().out
-    assert "warning" not in said and said.count(f"MLflow: {mlflow_server} shows this run") == 2
+    assert "warning" not in said and said.count(f"MLflow: {mlflow_server} shows this run") == 3
     client = mlflow.MlflowClient(mlflow_server)
-    run, = client.search_runs([client.get_experiment_by_name("onefile-grpo").experiment_id])
+    runs = client.search_runs([client.get_experiment_by_name("onefile-grpo").experiment_id])
+    run, branch = sorted(runs, key=lambda run: run.info.run_name)
+    assert (run.info.run_name, branch.info.run_name) == ("a", "b")
     assert run.info.status == "FINISHED" and run.data.params["training.k_best_of_n"] == "[4, 4]"
     entries = [json.loads(line) for line in (tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()]
     for metric in ("reward", "solved", "eval/best_of_n"):

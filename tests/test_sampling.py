@@ -194,7 +194,7 @@ def test_an_answer_that_continuous_batching_has_lost_stops_the_run(monkeypatch):
     model = make_model()
     complete = type(model).generate_batch
     monkeypatch.setattr(type(model), "generate_batch", lambda *arguments: dict(list(complete(*arguments).items())[1:]))
-    with pytest.raises(main.UserError, match="returned 5 of 6 answers.*write generate"):
+    with pytest.raises(main.UserError, match="returned 5 of 6 answers.*set sampling.engine to generate"):
         sample(model, PROMPTS, 2, training__max_new_gen_tokens=4, sampling__engine="continuous")
 
 
