@@ -46,12 +46,16 @@ def at(point):
 
 
 def with_a_child(function):
-    """A reward may fork a process and stop it when its time is up; that must stop neither the run nor be ignored by the child."""
+    """A reward may fork a process and stop it when its time is up: that must stop the child, and not the run."""
     def replacement(*arguments):
+        if not strike.get("how", "").startswith("stop"):
+            return function(*arguments)
         ready, tell = os.pipe()
         if (child := os.fork()) == 0:
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it must not outlive the rank, with its pipes
             os.write(tell, b".")
             signal.pause()
+            os._exit(1)
         os.read(ready, 1)
         os.kill(child, signal.SIGTERM)
         assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
