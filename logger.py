@@ -67,14 +67,14 @@ class Logger:
         bookmark, mlflow_run_id = {"seconds": 0, "bytes": dict.fromkeys(KEPT, 0)}, None
         if checkpoint:
             path, _, saved = checkpoint
-            bookmark = saved["log"]
-            if path.parent.parent.resolve() == self.folder.resolve():  # else it branches off, into an MLflow run of its own
+            bookmark, origin = saved["log"], path.parent.parent
+            if origin.resolve() == self.folder.resolve():  # else it branches off, into an MLflow run of its own
                 told = self.folder / ".mlflow"  # at times only after the checkpoint; but this may be another machine
                 mlflow_run_id = told.read_text(encoding="utf-8") if told.exists() else bookmark["mlflow_run_id"]
             print(f"going on from {path}")
             for name in KEPT:
-                if not (self.folder / name).exists() and (path.parent.parent / name).exists():  # it branches off from another run
-                    shutil.copyfile(path.parent.parent / name, self.folder / name)
+                if not (self.folder / name).exists() and (origin / name).exists():  # it branches off from another run
+                    shutil.copyfile(origin / name, self.folder / name)
             if saved["step"] >= self.config.training.max_steps and saved["evaluated"]:
                 print("this run has finished before: raise training.max_steps to go on with it, or set run.resume=never to run "
                       "it anew")

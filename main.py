@@ -1257,11 +1257,11 @@ def stop_signals(run: Run, store: dist.Store):
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
-    os.register_at_fork(after_in_child=forget)
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     handlers = {number: signal.signal(number, lambda *_: None) for number in heeded}
     signal.set_wakeup_fd(pipe_in)
+    os.register_at_fork(after_in_child=forget)
     try:
         yield
     except UserError:
