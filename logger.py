@@ -34,6 +34,7 @@ import yaml
 
 SECONDS_BETWEEN_PROGRESS_LINES = 30  # where stdout is not a terminal
 SECONDS_BETWEEN_DRAWINGS = 60
+SECONDS_FOR_A_REWARD = 60  # after these, and again after as many more, the one that has not answered is named
 SECONDS_TO_END_MLFLOW = {"FINISHED": 60, "FAILED": 5, "KILLED": 5}  # for what it has not been told yet
 KEPT = ("metrics.jsonl", "samples.jsonl")  # files that grow, and are cut back when a run goes on from a checkpoint
 
@@ -316,6 +317,36 @@ class Logger:
             if self.mlflow_thread.is_alive():
                 print(f"warning: MLflow is slow to answer and lacks the end of this run; its files are in {self.folder}")
             self.mlflow_calls = None
+
+
+@contextlib.contextmanager
+def name_slow_rewards(config, rank: int):
+    """Yields a function to call with each row before it is graded. A reward that does not answer is named, with its question and
+    where it stands, again and again: the run waits for it, and nothing else would say why."""
+    graded, over, grading = ({"prompt": ""}, time.monotonic()), threading.Event(), threading.get_ident()
+
+    def grades(row: dict) -> None:
+        nonlocal graded
+        graded = row, time.monotonic()
+
+    def watch() -> None:
+        named = 0.0  # when
+        while not over.wait(max(graded[1], named) + SECONDS_FOR_A_REWARD - time.monotonic()):
+            row, started = graded
+            if time.monotonic() - max(started, named) >= SECONDS_FOR_A_REWARD:  # else it has gone on to another row
+                named = time.monotonic()
+                place = traceback.extract_stack(sys._current_frames()[grading])[-1]
+                print(f"\ntask.name={config.task.name!r}: its reward has not answered for {named - started:.0f} s, and the run "
+                      f"waits for it (rank {rank}, at line {place.lineno} of {place.filename}); the question: "
+                      f"{_shorten(' '.join(row['prompt'].split()))}", flush=True)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield grades
+    finally:
+        over.set()
+        watcher.join()
 
 
 def keep_failed_reward(config, rank: int, completion: str, row: dict) -> Path:

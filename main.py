@@ -731,19 +731,21 @@ def sample_trajectories(model, tokenizer, task, rows: list[dict], num_answers: i
 
 def score(trajectories: list[Trajectory], task, config: Config) -> None:
     """The task's reward parts, and their weighted sum."""
-    for trajectory in trajectories:
-        try:
-            parts = task.reward_function(trajectory.completion, trajectory.row)
-            trajectory.parts = {part: float(parts[part]) for part in dict.fromkeys([*task.REWARD_WEIGHTS, task.SOLVED])}
-            if not all(map(math.isfinite, trajectory.parts.values())):
-                raise ValueError(f"it returned {parts}")
-        except Exception as error:
-            path = logger.keep_failed_reward(config, RANK, trajectory.completion, trajectory.row)
-            calls = [frame.name for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-            what = f"{' > '.join(calls or ['reward_function'])} failed ({type(error).__name__}: {error})"
-            raise UserError(f"task.name={config.task.name!r}: {what}; the completion, its row and the traceback are in "
-                            f"{path}") from error
-        trajectory.reward = sum(weight * trajectory.parts[part] for part, weight in task.REWARD_WEIGHTS.items())
+    with logger.name_slow_rewards(config, RANK) as grades:
+        for trajectory in trajectories:
+            grades(trajectory.row)
+            try:
+                parts = task.reward_function(trajectory.completion, trajectory.row)
+                trajectory.parts = {part: float(parts[part]) for part in dict.fromkeys([*task.REWARD_WEIGHTS, task.SOLVED])}
+                if not all(map(math.isfinite, trajectory.parts.values())):
+                    raise ValueError(f"it returned {parts}")
+            except Exception as error:
+                path = logger.keep_failed_reward(config, RANK, trajectory.completion, trajectory.row)
+                calls = [frame.name for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+                what = f"{' > '.join(calls or ['reward_function'])} failed ({type(error).__name__}: {error})"
+                raise UserError(f"task.name={config.task.name!r}: {what}; the completion, its row and the traceback are in "
+                                f"{path}") from error
+            trajectory.reward = sum(weight * trajectory.parts[part] for part, weight in task.REWARD_WEIGHTS.items())
 
 
 def compute_advantages(group: list[Trajectory], config: Config, stream: random.Random) -> list[Trajectory]:
@@ -1251,17 +1253,10 @@ def stop_signals(run: Run, store: dist.Store):
         finally:
             os._exit(128 + number)
 
-    def forget() -> None:
-        """In a process that a reward forks: its signals are not ours."""
-        signal.set_wakeup_fd(-1)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     handlers = {number: signal.signal(number, lambda *_: None) for number in heeded}
     signal.set_wakeup_fd(pipe_in)
-    os.register_at_fork(after_in_child=forget)
     try:
         yield
     except UserError:
@@ -1273,7 +1268,9 @@ def stop_signals(run: Run, store: dist.Store):
     finally:
         if stopping.is_set():
             watcher.join()  # never returns: the watcher ends the process
-        forget()
+        signal.set_wakeup_fd(-1)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         os.write(pipe_in, b"\0")  # lets the watcher go
         watcher.join()
         os.close(pipe_in)

@@ -17,6 +17,7 @@ set -u
 cd "$SLURM_SUBMIT_DIR"
 export PATH="$PWD/.venv/bin:$PATH"
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or a machine that has failed could not join again by itself
+port=$((10000 + SLURM_JOB_ID % 50000))  # another for each job, as two may share a machine
 first_machine=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
 # SIGTERM comes with a preemption, and 120 seconds before the time is up. The trainer saves its last step if 20 seconds
@@ -30,6 +31,6 @@ requeue() {
 trap requeue TERM
 
 srun torchrun --nnodes="$SLURM_NNODES" --nproc-per-node="$SLURM_GPUS_ON_NODE" --max-restarts=3 --rdzv-id="$SLURM_JOB_ID" \
-    --rdzv-backend=c10d --rdzv-endpoint="$first_machine:29500" main.py "$@" &
+    --rdzv-backend=c10d --rdzv-endpoint="$first_machine:$port" main.py "$@" &
 trainer=$!
 wait "$trainer"

@@ -1,23 +1,30 @@
-"""What the tests share: small random models of several architectures, made-up trajectories, and real `torchrun` processes."""
+"""What the tests share: a time limit for each, small random models of several architectures, made-up trajectories."""
 
 import json
 import os
 import random
-import subprocess
+import runpy
+import signal
 import sys
 from pathlib import Path
+
+# Before torch, transformers and pyarrow are imported, here and in the processes that tests start:
+os.environ["OMP_NUM_THREADS"] = "1"  # models this small lose by sharing their work, and more so beside other processes
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow's own thread: what forks must have only one
 
 import pytest
 import torch
 import transformers
+from processes import ROOT, warm_up
 
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import logger
 import main
 
-torch.set_num_threads(1)  # models this small lose by sharing their work, and more so beside other processes
-os.environ["OMP_NUM_THREADS"] = "1"  # the same for the processes that tests start
+torch.set_num_threads(1)
+SECONDS = 300  # for a test, unless it is marked otherwise: as long as only what hangs takes, on a slow and busy machine too
 VOCABULARY = 24
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "eos_token_id": 0, "bos_token_id": 1,
@@ -108,17 +115,53 @@ def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
     return float((value - reference).norm() / reference.norm())
 
 
-def torchrun(num_ranks: int, *arguments, timeout: int = 300, torchrun_options=(), **environment) -> subprocess.CompletedProcess:
-    """A script of this repository under a real torchrun, on a free port."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", *torchrun_options,
-               *map(str, arguments)]
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith("MLFLOW")}
-    return subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=timeout,
-                          env={**inherited, "HF_HUB_OFFLINE": "1", **environment})
+def run_main(*arguments: str):
+    """For `ranks`: does not return, as main.main ends the process."""
+    main.main(list(arguments))
+
+
+def run_script(path: str, *arguments: str):
+    """For `ranks`: a script as if Python had been called with it."""
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    sys.argv = [path, *arguments]
+    runpy.run_path(path, run_name="__main__")
 
 
 def read_jsonl(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def pytest_addoption(parser):
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in another order")
+
+
+def pytest_collection_modifyitems(config, items):
+    if (seed := config.getoption("--shuffle")) is not None:
+        random.Random(seed).shuffle(items)
+
+
+def pytest_sessionstart(session):
+    if "PYTEST_XDIST_WORKER" in os.environ or not session.config.getoption("numprocesses"):  # where tests are run
+        warm_up()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """A test that takes too long fails by its name, with the stack of every process that it has started: see
+    `stacks_on_the_way_out`. (Where even this cannot interrupt it, `faulthandler_timeout` of pyproject.toml does.)"""
+    marker = item.get_closest_marker("seconds")
+    seconds = marker.args[0] if marker else SECONDS
+
+    def end(*_):
+        raise TimeoutError(f"this test has not ended after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        return (yield)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture(autouse=True)
@@ -137,9 +180,18 @@ def stay(code: int) -> int:
     return code
 
 
+DRAW_CURVES = logger.Logger._draw_curves
+
+
+def draw_nothing(log) -> None:
+    """In place of curves that no one will look at, and that take longer to draw than all the rest of a small run."""
+    (log.folder / "curves.png").touch()
+
+
 @pytest.fixture(autouse=True)
 def staying(monkeypatch):
     monkeypatch.setattr(main, "leave", stay)
+    monkeypatch.setattr(logger.Logger, "_draw_curves", draw_nothing)
     monkeypatch.delenv("MLFLOW_EXPERIMENT_ID", raising=False)  # which mlflow itself sets, for processes it might start
 
 

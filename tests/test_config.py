@@ -4,7 +4,8 @@ import re
 
 import pytest
 import yaml
-from conftest import ROOT, make_config
+from conftest import make_config
+from processes import ROOT
 
 import main
 

@@ -1,12 +1,11 @@
 """What a step costs, in tokens that the model reads and in the largest tensor, counted and so the same on any machine."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
-from conftest import ROOT, VOCABULARY, make_config, make_model, make_trajectories
+from conftest import VOCABULARY, make_config, make_model, make_trajectories, run_script
+from processes import ROOT, ranks
 from test_sampling import PROMPTS, sample
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -96,12 +95,12 @@ def test_keys_and_values_are_not_copied_for_each_token():
      "training.max_new_gen_tokens=16"],
     ["step.py", "--steps", "1", "--plain", "--shape", "small", "training.num_samples_per_step=2", "training.max_new_gen_tokens=16"],
     ["memory.py", "--measure", "--shape", "small", "--prompt", "48", "training.max_new_gen_tokens=64"],
-    ["family.py", "--only", "GRPO", "--ranks", "1", "training.max_steps=1", "training.max_new_gen_tokens=16", "training.num_samples_per_step=2",
-     "data.num_validation=4", "validation.best_of_n=2"],
-    ["vocabulary.py", "--rows", "2", "--tokens", "16", "--shape", "small"],
+    pytest.param(["family.py", "--only", "GRPO", "--ranks", "1", "training.max_steps=1", "training.max_new_gen_tokens=16",
+                  "training.num_samples_per_step=2", "data.num_validation=4", "validation.best_of_n=2"], marks=pytest.mark.soak),
+    pytest.param(["vocabulary.py", "--rows", "2", "--tokens", "16", "--shape", "small"], marks=pytest.mark.soak),
 ])
 def test_each_measurement_runs_and_ends_with_one_json_line(command):
-    result = subprocess.run([sys.executable, ROOT / "bench" / command[0], *command[1:]], check=False, capture_output=True, text=True, timeout=300)
+    result = ranks(1, run_script, f"bench/{command[0]}", *command[1:])
     assert result.returncode == 0, result.stderr
     answer = json.loads(result.stdout.splitlines()[-1])
     if command[0] == "step.py":

@@ -3,13 +3,17 @@
 import json
 import math
 import re
+import time
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
-from conftest import ROOT, SIZES, make_config, read_jsonl
+from conftest import SIZES, make_config, read_jsonl
+from processes import ROOT
 
+import logger
 import main
 
 task = main.load_task(make_config(task__name="examples/gsm8k.py").task)
@@ -182,6 +186,25 @@ def test_a_reward_that_fails_stops_the_run_with_its_name_and_the_completion(fail
     assert says in said and "Traceback" not in said
     saved = json.loads((tmp_path / "a" / "failed-reward-0.json").read_text())
     assert str(tmp_path / "a" / "failed-reward-0.json") in said and saved["completion"] and saved["row"]["nums"] and "Traceback" in saved["error"]
+
+
+def test_a_reward_that_does_not_answer_is_named_with_its_question_again_and_again_and_no_other_is(monkeypatch):
+    said = []
+    monkeypatch.setattr(logger, "print", lambda text, **_: said.append(text), raising=False)
+    monkeypatch.setattr(logger, "SECONDS_FOR_A_REWARD", 0.2)
+    rows = [{"prompt": f"question {i}\nof three"} for i in range(3)]
+
+    def reward_function(completion, row):
+        while row is rows[1] and len(said) < 3:
+            time.sleep(0.01)
+        return {"right": 1.0}
+
+    trajectories = [main.Trajectory(row, [], [0], "", False) for row in rows]
+    main.score(trajectories, SimpleNamespace(reward_function=reward_function, REWARD_WEIGHTS={"right": 1.0}, SOLVED="right"), make_config())
+    assert [trajectory.reward for trajectory in trajectories] == [1.0] * 3
+    assert len(said) == 3 and all("the question: question 1 of three" in line and "rank 0" in line and __file__ in line for line in said)
+    waited = [float(re.search(r"not answered for (\d+) s", line)[1]) for line in said]
+    assert waited == sorted(waited)
 
 
 @pytest.mark.parametrize(("load", "says"), [("return [{'question': 1}]", "KeyError: 'prompt'"), ("return 3", "TypeError"),

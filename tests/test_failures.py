@@ -1,19 +1,25 @@
 """What a user, a disk, a server or another rank can do wrong: each answered in one line, by all ranks, soon, and nothing lost."""
 
+import contextlib
+import hashlib
+import io
 import json
 import os
 import resource
 import shutil
 import socket
-import subprocess
 import sys
 import time
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
 import torch
-from conftest import ROOT, read_jsonl, torchrun
-from test_resume import SMALL, outcome, uninterrupted, without_files
+from conftest import read_jsonl, stay
+from processes import ROOT, ranks, torchrun
+from test_resume import SMALL, outcome, run_without_curves, uninterrupted, without_files
+from torch.distributed import distributed_c10d
 
 import logger
 import main
@@ -86,14 +92,28 @@ def make_mistakes(folder):
     ]
 
 
+def make_each_mistake(all_arguments, folder):
+    """On each rank: leaves what main.py answered, and how soon."""
+    leave, main.leave = main.leave, stay
+    # Rank 1 would wait here for rank 0 to speak first and torchrun to end both; but now they are to go on to the next mistake.
+    main.time = SimpleNamespace(sleep=lambda seconds: None if seconds >= 1 else time.sleep(seconds), perf_counter=time.perf_counter)
+    answers = []
+    for arguments in all_arguments:
+        said, started = io.StringIO(), time.time()
+        with contextlib.redirect_stderr(said):
+            code = main.main(arguments)
+        answers.append({"code": code, "said": said.getvalue(), "seconds": time.time() - started})
+    (folder / f"answers-{main.RANK}.json").write_text(json.dumps(answers))
+    leave(0)
+
+
 def test_a_mistake_is_one_line_with_the_value_and_the_remedy_on_every_rank(tmp_path, model_folder):
     mistakes = make_mistakes(tmp_path)
     shutil.copytree(model_folder("gpt2"), tmp_path / "gpt2")
     assert main.main([*TINY, "training.max_steps=1", f"run.dir={tmp_path / 'runs'}", "run.name=other",
                       "training.num_samples_per_step=4"]) == 0
     mistake_arguments = [[*TINY, f"run.dir={tmp_path / 'runs'}", "training.max_steps=1", *arguments] for arguments, _ in mistakes]
-    (tmp_path / "mistakes.json").write_text(json.dumps(mistake_arguments))
-    result = torchrun(2, "tests/mistakes_worker.py", tmp_path / "mistakes.json")
+    result = ranks(2, make_each_mistake, mistake_arguments, tmp_path)
     assert result.returncode == 0, result.stderr
     for rank in (0, 1):
         answers = json.loads((tmp_path / f"answers-{rank}.json").read_text())
@@ -101,15 +121,13 @@ def test_a_mistake_is_one_line_with_the_value_and_the_remedy_on_every_rank(tmp_p
             assert answer["code"] == 2, (arguments, answer)
             last = answer["said"].splitlines()[-1]
             assert last.startswith("error: ") and all(piece in last for piece in expected), (arguments, answer)
-            assert "Traceback" not in answer["said"] and answer["seconds"] < 15
+            assert "Traceback" not in answer["said"] and answer["seconds"] < 60  # nobody waits for anybody
     assert not list((tmp_path / "runs" / "a").glob("checkpoints/*")) and not (tmp_path / "it has run").exists()
 
 
 def test_a_second_run_in_the_same_folder_is_refused_while_the_first_lives_and_every_rank_leaves_with_code_two(tmp_path):
     lock = logger.lock_folder(tmp_path / "a")
-    started = time.time()
     result = torchrun(2, "main.py", *TINY, f"run.dir={tmp_path}")
-    assert time.time() - started < 30
     assert result.stderr.count("error: ") == 1
     assert f"error: {tmp_path / 'a'} is in use by process {os.getpid()} on {socket.gethostname()}: wait for its end" in result.stderr
     assert result.stderr.count("exitcode  : 2") == 2 and "main.py\", line" not in result.stderr
@@ -119,13 +137,31 @@ def test_a_second_run_in_the_same_folder_is_refused_while_the_first_lives_and_ev
 
 # ---------------------------------------------------------------- memory
 
+def short_of_memory(function, *arguments):
+    """main.py, except that on the last rank hardly any memory is left for one phase."""
+    original = getattr(main, function)
+
+    def with_little_memory(*arguments):
+        if main.RANK == main.WORLD_SIZE - 1:
+            with open("/proc/self/statm") as file:
+                used = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+            resource.setrlimit(resource.RLIMIT_AS, (used + 60_000_000, -1))
+        try:
+            return original(*arguments)
+        finally:  # or what comes after, like drawing curves, would have none either
+            resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+
+    setattr(main, function, with_little_memory)
+    main.main(list(arguments))
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux says how much address space a process uses")
 @pytest.mark.parametrize(("function", "num_ranks", "advice"), [
     ("generate_completions", 1, "sampling: lower sampling.max_rows from 1024 to 512"),
     ("policy_gradient", 2, "learning: lower training.tokens_per_micro_batch from 100000 to "),
 ])
 def test_running_out_of_memory_ends_with_the_key_to_lower_on_whichever_rank_it_happens(function, num_ranks, advice, tmp_path):
-    result = torchrun(num_ranks, "tests/short_of_memory_worker.py", function, *TINY, f"run.dir={tmp_path}", "sampling.max_rows=1024",
+    result = ranks(num_ranks, short_of_memory, function, *TINY, f"run.dir={tmp_path}", "sampling.max_rows=1024",
                       "training.num_samples_per_step=64", "training.k_best_of_n=[16,16]", "training.max_new_gen_tokens=64",
                       "training.tokens_per_micro_batch=100000", "validation.best_of_n=1")
     assert f"error: out of memory while {advice}" in result.stderr, result.stderr
@@ -134,9 +170,9 @@ def test_running_out_of_memory_ends_with_the_key_to_lower_on_whichever_rank_it_h
 
 # ---------------------------------------------------------------- disk
 
-def run_alone(*arguments, **named):
-    return subprocess.run([sys.executable, ROOT / "main.py", *TINY, *arguments], check=False, capture_output=True, text=True,
-                          timeout=300, **named)
+def with_small_files(limit, *arguments):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    run_without_curves(*arguments)
 
 
 def test_a_disk_that_takes_no_more_is_one_line_and_the_former_checkpoint_stays(tmp_path):
@@ -144,7 +180,7 @@ def test_a_disk_that_takes_no_more_is_one_line_and_the_former_checkpoint_stays(t
     assert main.main([*TINY, *settings, "training.max_steps=2"]) == 0
     before = outcome(tmp_path / "a")
     limit = 8 * 2**20  # bytes in one file: more than metrics and samples need, less than a checkpoint
-    result = run_alone(*settings, "training.max_steps=4", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    result = ranks(1, with_small_files, limit, *TINY, *settings, "training.max_steps=4")
     assert result.returncode == 2, result.stderr
     last = result.stderr.splitlines()[-1]
     assert last.startswith(f"error: {tmp_path / 'a'} cannot be written to; what was saved before is intact") and "Traceback" not in result.stderr
@@ -199,8 +235,29 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted_and_too_many_in_a_
     assert outcome(tmp_path / "a")["tensors"] == tensors and outcome(tmp_path / "a")["step"] == "step-000005"
 
 
+def with_one_bad_rank(folder, *arguments):
+    """main.py, except that on rank 1 the gradient of step 2 is not finite; each rank leaves a digest of its weights after every
+    step."""
+    training_step, policy_loss, step = main.training_step, main.policy_loss, 0
+
+    def recorded(run):
+        nonlocal step
+        step = run.state.step + 1
+        training_step(run)
+        weights = b"".join(parameter.detach().numpy().tobytes() for parameter in run.model.parameters())
+        with open(folder / f"weights-{main.RANK}", "a") as file:
+            print(hashlib.sha256(weights).hexdigest(), file=file)
+
+    def bad_loss(*arguments):
+        loss, watched = policy_loss(*arguments)
+        return loss * (float("inf") if (main.RANK, step) == (1, 2) else 1.0), watched
+
+    main.training_step, main.policy_loss = recorded, bad_loss
+    main.main(list(arguments))
+
+
 def test_a_rank_whose_gradient_is_not_finite_keeps_all_ranks_from_stepping(tmp_path):
-    result = torchrun(2, "tests/one_bad_rank_worker.py", *SMALL, "training.max_steps=3", f"run.dir={tmp_path}")
+    result = ranks(2, with_one_bad_rank, tmp_path, *SMALL, "training.max_steps=3", f"run.dir={tmp_path}")
     assert result.returncode == 0, result.stderr
     steps = [entry for entry in read_jsonl(tmp_path / "a" / "metrics.jsonl") if "reward" in entry]
     assert [entry["non_finite"] for entry in steps] == [0, 1, 0]
@@ -210,8 +267,23 @@ def test_a_rank_whose_gradient_is_not_finite_keeps_all_ranks_from_stepping(tmp_p
 
 # ---------------------------------------------------------------- ranks and settings
 
+def with_a_slow_rank(*arguments):
+    """main.py on two ranks, the second of which takes three seconds to score, where the library by itself waits for one."""
+    assert distributed_c10d._get_default_timeout("gloo") > timedelta(minutes=1)
+    distributed_c10d._get_default_timeout = lambda backend: timedelta(seconds=1)
+    score = main.score
+
+    def slow_score(*arguments):
+        if main.RANK == 1:
+            time.sleep(3)
+        score(*arguments)
+
+    main.score = slow_score
+    main.main(list(arguments))
+
+
 def test_a_rank_slower_than_the_default_timeout_is_waited_for(tmp_path):
-    result = torchrun(2, "tests/slow_rank_worker.py", *TINY, "training.max_steps=1", f"run.dir={tmp_path}")
+    result = ranks(2, with_a_slow_rank, *TINY, "training.max_steps=0", f"run.dir={tmp_path}")
     assert result.returncode == 0, result.stderr
 
 
@@ -269,9 +341,10 @@ def test_a_checkpoint_by_path_begins_a_branch_that_then_goes_on_by_itself(tmp_pa
 
 def test_other_ranks_with_the_same_batch_go_on_and_with_another_batch_do_not(tmp_path):
     uninterrupted(2, tmp_path, "training.max_steps=1")
-    result = run_alone("training.max_new_gen_tokens=48", "training.max_steps=2", f"run.dir={tmp_path}")
+    settings = [*SMALL, "training.max_steps=2", f"run.dir={tmp_path}"]
+    result = ranks(1, run_without_curves, *settings)
     assert result.returncode == 2 and "training.num_samples_per_step: 4 over all ranks -> 2 over all ranks" in result.stderr
-    result = run_alone("training.max_new_gen_tokens=48", "training.max_steps=2", f"run.dir={tmp_path}", "training.num_samples_per_step=4")
+    result = ranks(1, run_without_curves, *settings, "training.num_samples_per_step=4")
     assert result.returncode == 0, result.stderr
     assert "1 ranks now, 2 at the checkpoint: the questions stay the same, the answers that are sampled will differ" in result.stdout
     assert [entry["step"] for entry in read_jsonl(tmp_path / "a" / "metrics.jsonl") if "reward" in entry] == [1, 2]
@@ -288,13 +361,13 @@ def test_what_a_run_chose_from_its_machine_it_keeps(tmp_path):
 
 def test_nothing_of_the_environment_is_written_or_said(tmp_path):
     secret = "hunter2-hunter2"
-    environment = {**os.environ, "HF_TOKEN": secret, "SOME_PASSWORD": secret, "MLFLOW_TRACKING_PASSWORD": secret,
-                   "MLFLOW_TRACKING_URI": f"http://me:{secret}@127.0.0.1:9"}
-    result = run_alone("training.max_steps=1", f"run.dir={tmp_path}", "logging.mlflow=true", env=environment)
+    secrets = {"HF_TOKEN": secret, "SOME_PASSWORD": secret, "MLFLOW_TRACKING_PASSWORD": secret}
+    settings = [*TINY, "training.max_steps=1", f"run.dir={tmp_path}", "logging.mlflow=true"]
+    result = ranks(1, run_without_curves, *settings, **secrets, MLFLOW_TRACKING_URI=f"http://me:{secret}@127.0.0.1:9")
     assert result.returncode == 0 and "MLflow failed" in result.stdout
     assert secret not in result.stdout + result.stderr
-    environment["MLFLOW_TRACKING_URI"] = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    result = run_alone("training.max_steps=1", "run.name=b", f"run.dir={tmp_path}", "logging.mlflow=true", env=environment, cwd=tmp_path)
+    result = ranks(1, run_without_curves, *settings, "run.name=b", **secrets, cwd=tmp_path,
+                   MLFLOW_TRACKING_URI=f"sqlite:///{tmp_path / 'mlflow.db'}")
     assert result.returncode == 0 and "MLflow failed" not in result.stdout and secret not in result.stdout + result.stderr
     assert (tmp_path / "mlflow.db").stat().st_size > 0
     assert not any(secret.encode() in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())

@@ -1,14 +1,13 @@
 """The relatives of Dr. GRPO, each a few keys away: against the papers' formulas in plain loops, on any number of ranks."""
 
-import functools
 import itertools
 import json
 import random
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import gradient, make_config, make_model, make_trajectories, relative_error, torchrun
+from conftest import gradient, make_config, make_model, make_trajectories, relative_error
+from processes import ranks
 from test_learning import ARCHITECTURE, BOUND, GROUP, QUESTIONS, advantages_of, learn, make_case, reference
 
 import main
@@ -47,26 +46,36 @@ def all_combinations():
         yield keys
 
 
-@functools.cache
-def expected_of(case: str):
-    case = json.loads(case)
-    return reference(make_case(case["idle_share"]), ARCHITECTURE[getattr(torch, case["dtype"])], **case["keys"])
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_the_gradient_is_the_same_on_any_number_of_ranks(num_ranks, tmp_path):
-    """For every combination, also with one rank that has nothing to learn from; micro-batches are small, so that there are several."""
-    cases = [{"keys": keys, "dtype": "float64", "idle_share": idle} for keys in all_combinations() for idle in (False, True)]
-    cases += [{"keys": {}, "dtype": "float32", "idle_share": idle} for idle in (False, True)]
-    (tmp_path / "cases.json").write_text(json.dumps(cases))
-    result = torchrun(num_ranks, Path(__file__).with_name("gradient_worker.py"), tmp_path)
-    assert result.returncode == 0, result.stderr
+def learn_from_shares(folder, cases):
+    """Each rank learns from its share of one batch, in every case; rank 0 leaves the gradients behind."""
+    device, _ = main.setup_distributed()
     for number, case in enumerate(cases):
+        batch = make_case(case["idle_share"])
+        share = batch[main.RANK * len(batch) // main.WORLD_SIZE:(main.RANK + 1) * len(batch) // main.WORLD_SIZE]
+        assert len(share) == QUESTIONS * GROUP // main.WORLD_SIZE
         dtype = getattr(torch, case["dtype"])
-        loss, expected = expected_of(json.dumps(case))
-        assert relative_error(torch.load(tmp_path / f"{number}.pt", weights_only=True), expected) < BOUND[dtype], case
-        metrics = json.loads((tmp_path / f"{number}.json").read_text())
-        assert metrics["loss"] == pytest.approx(loss, rel=BOUND[dtype], abs=1e-7 if dtype == torch.float32 else 1e-12), case
+        model = make_model(ARCHITECTURE[dtype], dtype)
+        metrics = learn(model, share, device, training__tokens_per_micro_batch=60, **case["keys"])
+        if main.RANK == 0:
+            torch.save(gradient(model).clone(), folder / f"{number}.pt")
+            (folder / f"{number}.json").write_text(json.dumps(metrics))
+    main.leave(0)
+
+
+@pytest.mark.parametrize("idle", [False, True], ids=["all learn", "one idle"])
+def test_the_gradient_is_the_same_on_any_number_of_ranks(idle, tmp_path):
+    """For every combination, also with one rank that has nothing to learn from; micro-batches are small, so that there are several."""
+    cases = [{"keys": keys, "dtype": "float64", "idle_share": idle} for keys in all_combinations()]
+    cases += [{"keys": {}, "dtype": "float32", "idle_share": idle}]
+    expected = [reference(make_case(case["idle_share"]), ARCHITECTURE[getattr(torch, case["dtype"])], **case["keys"]) for case in cases]
+    for num_ranks in (1, 2, 3):
+        result = ranks(num_ranks, learn_from_shares, tmp_path, cases)
+        assert result.returncode == 0, result.stderr
+        for number, (case, (loss, plain)) in enumerate(zip(cases, expected, strict=True)):
+            dtype = getattr(torch, case["dtype"])
+            assert relative_error(torch.load(tmp_path / f"{number}.pt", weights_only=True), plain) < BOUND[dtype], (num_ranks, case)
+            metrics = json.loads((tmp_path / f"{number}.json").read_text())
+            assert metrics["loss"] == pytest.approx(loss, rel=BOUND[dtype], abs=1e-7 if dtype == torch.float32 else 1e-12), (num_ranks, case)
 
 
 @pytest.mark.parametrize("keys", list(all_combinations()), ids=str)

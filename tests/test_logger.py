@@ -10,7 +10,8 @@ import urllib.request
 
 import pytest
 import transformers
-from conftest import ROOT, make_config
+from conftest import DRAW_CURVES, make_config
+from processes import ROOT, run
 from test_run import SHORT
 
 import logger
@@ -132,11 +133,11 @@ def test_an_mlflow_server_that_goes_away_in_the_middle_costs_one_warning_and_no_
 def test_an_mlflow_server_that_never_answers_does_not_slow_training_down(tmp_path, monkeypatch, capsys):
     with socket.create_server(("127.0.0.1", 0)) as server:  # takes connections and says nothing
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "10000")  # whoever waited for it would wait beyond this test's time
         monkeypatch.setitem(logger.SECONDS_TO_END_MLFLOW, "FINISHED", 2)
         assert main.main([*SHORT, f"run.dir={tmp_path}", "run.name=a", "logging.mlflow=true", "training.max_steps=1"]) == 0
-        seconds = time.time() - (tmp_path / "a" / "summary.json").stat().st_mtime
     said = capsys.readouterr().out
-    assert seconds < 4 and said.count("warning: MLflow is slow to answer") == 1 and "step     1 " in said
+    assert said.count("warning: MLflow is slow to answer") == 1 and "step     1 " in said
 
 
 def make_logger(tmp_path, is_terminal, active=True):
@@ -182,7 +183,8 @@ def test_the_end_of_a_run_says_what_rose_where_the_best_model_is_and_how_to_try_
     assert f"reward {first['eval/reward']:.3f} -> {last['eval/reward']:.3f}, in 3 steps and " in said[-3]
     place, _, command = said[-2].partition("; try it: ")
     assert place == f"the best model, of step {best['step']}, is in {tmp_path / 'a' / 'best'}"
-    tried = subprocess.run(command, shell=True, cwd=ROOT, check=True, capture_output=True, text=True)
+    tried = run("sh", "-c", command)
+    assert tried.returncode == 0, tried.stderr
     assert tried.stdout.startswith(str(tmp_path / "a" / "best")) and " of 4 right" in tried.stdout
 
 
@@ -195,15 +197,14 @@ def test_the_best_model_has_a_card_whose_lines_work(tmp_path, monkeypatch):
     assert f"| eval/solved | {entries[0]['eval/solved']:.3f}" in card and "max_new_gen_tokens: 24" in card
     assert "temperature=1.0, top_k=0, top_p=0.9)" in card
     lines = card.split("```python\n")[1].split("```")[0]
-    said = subprocess.run([sys.executable, "-c", lines], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    said = run(sys.executable, "-c", lines).stdout
     assert said.startswith("Combine the numbers")
 
 
 def test_curves_are_drawn_again_while_the_run_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(logger, "SECONDS_BETWEEN_DRAWINGS", 0)
     times = []
-    draw = logger.Logger._draw_curves
-    monkeypatch.setattr(logger.Logger, "_draw_curves", lambda self: (times.append(len(self.history)), draw(self)))
+    monkeypatch.setattr(logger.Logger, "_draw_curves", lambda self: (times.append(len(self.history)), DRAW_CURVES(self)))
     assert main.main([*SHORT, f"run.dir={tmp_path}", "run.name=a"]) == 0
     assert times == [1, 2, 3, 4, 5]  # the first evaluation, three steps, the last evaluation
     assert (tmp_path / "a" / "curves.png").read_bytes().startswith(b"\x89PNG")

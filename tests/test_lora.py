@@ -5,18 +5,10 @@ import sys
 import pytest
 import torch
 import transformers
-from conftest import (
-    ROOT,
-    make_config,
-    make_trajectories,
-    plain_logprobs,
-    plain_loss,
-    read_jsonl,
-    relative_error,
-    torchrun,
-)
+from conftest import make_config, make_trajectories, plain_logprobs, plain_loss, read_jsonl, relative_error
+from processes import ROOT, ranks
 from test_learning import GROUP, QUESTIONS, TEMPERATURE, L
-from test_resume import SMALL, digest
+from test_resume import SMALL, digest, run_without_curves
 from test_run import TIMES
 from torch.nn.parallel import DistributedDataParallel
 
@@ -113,7 +105,7 @@ def test_with_the_whole_family_switched_on_a_resumed_run_ends_as_an_uninterrupte
     """On two ranks. The reference stays the model that the run began with, and not what it had become by the checkpoint."""
     def outcome(folder, *steps):
         for max_steps in steps:
-            result = torchrun(2, "main.py", *SMALL, *FAMILY, *more, f"training.max_steps={max_steps}", "checkpoint.every=2",
+            result = ranks(2, run_without_curves, *SMALL, *FAMILY, *more, f"training.max_steps={max_steps}", "checkpoint.every=2",
                               "validation.every=2", f"run.dir={folder}")
             assert result.returncode == 0, result.stderr
         metrics = [{key: value for key, value in entry.items() if key not in TIMES}

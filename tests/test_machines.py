@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from processes import ROOT
 from test_resume import SMALL, digest, outcome, uninterrupted, without_files
 
 pytestmark = [pytest.mark.soak, pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None,

@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, read_jsonl
+from conftest import read_jsonl
+from processes import ROOT
 from test_resume import SMALL
 
 import main
@@ -39,7 +40,7 @@ def test_the_slurm_job_saves_its_last_step_when_preempted_asks_to_be_queued_agai
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}", "STUB_LOG": str(tmp_path / "stub"),
-                   "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "here", "SLURM_JOB_ID": "7", "SLURM_NNODES": "1",
+                   "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "here", "SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": "1",
                    "SLURM_GPUS_ON_NODE": "1", "HF_HUB_OFFLINE": "1"}
     output = tmp_path / "output"
 
@@ -55,7 +56,7 @@ def test_the_slurm_job_saves_its_last_step_when_preempted_asks_to_be_queued_agai
         time.sleep(0.1)
     job.send_signal(signal.SIGTERM)
     assert job.wait(timeout=30) == 0
-    assert (tmp_path / "stub").read_text() == "requeue 7\n" and "stopped by SIGTERM; saved up to" in output.read_text()
+    assert (tmp_path / "stub").read_text() == f"requeue {os.getpid()}\n" and "stopped by SIGTERM; saved up to" in output.read_text()
     saved, = (tmp_path / "a" / "checkpoints").iterdir()
     job = start(f"training.max_steps={int(saved.name[5:]) + 1}", "run.resume=never", SLURM_RESTART_COUNT="1")
     assert job.wait(timeout=120) == 0, output.read_text()

@@ -2,15 +2,17 @@
 
 import json
 import random
-import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 import yaml
-from conftest import ARCHITECTURES, ROOT, make_config, read_jsonl, torchrun
+from conftest import ARCHITECTURES, make_config, read_jsonl, run_main
+from processes import ROOT, ranks, torchrun
+from processes import run as run_command
 
 import main
 
@@ -20,7 +22,7 @@ TIMES = {"tokens_per_second", "seconds/sample", "seconds/learn", "memory_gb"}
 
 
 def run(num_ranks, folder, *more):
-    result = torchrun(num_ranks, "main.py", *SHORT, f"run.dir={folder}", "run.name=a", *more)
+    result = ranks(num_ranks, run_main, *SHORT, f"run.dir={folder}", "run.name=a", *more)
     assert result.returncode == 0, result.stderr
     return result, folder / "a"
 
@@ -74,8 +76,8 @@ def test_a_run_of_two_ranks_leaves_everything_it_promises(tmp_path):
 def test_sil_on_three_ranks_and_evaluation_alone(tmp_path):
     _, folder = run(3, tmp_path, "training.learning_type=sil", "training.k_best_of_n=[1,4]", "training.max_steps=1")
     assert len(training_steps(folder)) == 1
-    result = subprocess.run([sys.executable, ROOT / "main.py", *SHORT, "training.max_steps=0", "run.dir=.", "run.name=b"],
-                            check=False, cwd=tmp_path, capture_output=True, text=True, timeout=120)  # plain python is one rank, from anywhere
+    result = run_command(sys.executable, ROOT / "main.py", *SHORT, "training.max_steps=0", "run.dir=.", "run.name=b",
+                         cwd=tmp_path)  # plain python is one rank, from anywhere
     assert result.returncode == 0, result.stderr
     assert [list(entry)[:2] for entry in read_jsonl(tmp_path / "b" / "metrics.jsonl")] == [["step", "eval/best_of_n"]]
 
@@ -91,7 +93,7 @@ def test_every_architecture_trains_a_step(architecture, model_folder, tmp_path, 
 
 
 def test_a_users_mistake_is_one_line_and_exit_code_two_on_every_rank(tmp_path):
-    result = torchrun(2, "main.py", "training.learning_rat=1", f"run.dir={tmp_path}", timeout=60)
+    result = torchrun(2, "main.py", "training.learning_rat=1", f"run.dir={tmp_path}")
     assert result.returncode == 1  # torchrun's own
     assert "error: training.learning_rat=1: there is no such key; the nearest is training.learning_rate\n" in result.stderr
     assert result.stderr.count("error: training") == 1
@@ -151,9 +153,28 @@ def test_best_of_n_and_mean_accuracy_by_hand():
         "eval/format": 0.5, "eval/answer": 0.4, "eval/reward": 0.45, "eval/completion_length": 2, "eval/truncated": 1 / 3})
 
 
+def evaluate_made_up_answers(folder):
+    """Rank 0 leaves what it gathered behind."""
+    def answers(model, tokenizer, task, rows, num_samples, config, progress):
+        return [main.Trajectory(row, [], [0], str(j < row["solved_by"]), False) for row in rows for j in range(num_samples)]
+
+    task = SimpleNamespace(REWARD_WEIGHTS={"right": 1.0}, SOLVED="right",
+                           reward_function=lambda completion, row: {"right": float(completion == "True")})
+    main.setup_distributed()
+    main.sample_trajectories = answers
+    rows = [{"question": i, "solved_by": i} for i in range(5)]
+    evaluation = main.evaluate(None, None, task, rows, 0, make_config(validation__best_of_n=3), None)
+    assert (evaluation is not None) == (main.RANK == 0)
+    if evaluation:
+        metrics, groups = evaluation
+        order = [[answer.row["question"] for answer in group] for group in groups]
+        (folder / "evaluation.json").write_text(json.dumps({"metrics": metrics, "order": order}))
+    main.leave(0)
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_five_questions_are_evaluated_and_gathered_in_order_on_any_number_of_ranks(num_ranks, tmp_path):
-    result = torchrun(num_ranks, "tests/evaluation_worker.py", tmp_path)
+    result = ranks(num_ranks, evaluate_made_up_answers, tmp_path)
     assert result.returncode == 0, result.stderr
     found = json.loads((tmp_path / "evaluation.json").read_text())
     assert found["order"] == [[question, question, question] for question in range(5)]

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, ROOT, VOCABULARY, gradient, make_config, make_model, plain_loss, relative_error
+from conftest import ARCHITECTURES, VOCABULARY, gradient, make_config, make_model, plain_loss, relative_error
+from processes import ROOT
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 

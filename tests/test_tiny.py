@@ -3,12 +3,12 @@
 import argparse
 import itertools
 import random
-import subprocess
 import sys
 from fractions import Fraction
 
 import pytest
-from conftest import ROOT, make_config, read_jsonl
+from conftest import make_config, read_jsonl
+from processes import ROOT, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import countdown
@@ -95,7 +95,7 @@ def test_validation_problems_are_in_neither_kind_of_training(rows):
 def test_a_much_smaller_one_is_built_by_the_same_code_and_trains_a_step(tmp_path):
     command = [sys.executable, "tiny/build.py", "--out", tmp_path / "toy", "--problems", "60", "--steps", "3", "--batch-size", "4",
                "--hidden", "32", "--layers", "1", "--numbers", "3", "4"]
-    result = subprocess.run(list(map(str, command)), check=False, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    result = run(*command)
     assert result.returncode == 0, result.stderr
     assert "at temperature 1: solved" in result.stdout
     assert main.main([f"model.name={tmp_path / 'toy' / 'model'}", f"data.dataset={tmp_path / 'toy' / 'countdown.parquet'}",
