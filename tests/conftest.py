@@ -41,13 +41,15 @@ ARCHITECTURES = {
 }
 
 
-def make_model(architecture: str = "qwen2", dtype: torch.dtype = torch.float32, **more):
+def make_model(architecture: str = "qwen2", dtype: torch.dtype = torch.float32, spread: float = 0.08, **more):
+    """Random weights. The usual initialisation gives nearly equal logits, which hide mistakes. These differ as much as they can
+    without rounding in float32 growing from layer to layer; with a larger `spread` some tokens are by far the likeliest."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(ARCHITECTURES[architecture](**more), dtype=torch.float32)
-    with torch.no_grad():  # the usual initialisation gives nearly equal logits; spread them so that mistakes show
+    with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.25)
+                parameter.normal_(0.0, spread)
     return model.to(dtype).eval()  # drawn in float32 whatever the type, so that all types mean the same model
 
 
@@ -111,8 +113,15 @@ def gradient(module) -> torch.Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in module.parameters()])
 
 
+def clear_choices(logits: torch.Tensor) -> list[int]:
+    """The likeliest token at each position, (time, vocabulary), so much likelier than the next that no rounding can choose that."""
+    first, second = logits.topk(2).values.unbind(-1)
+    assert (first - second).min() > 1e-4
+    return logits.argmax(-1).tolist()
+
+
 def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
-    return float((value - reference).norm() / reference.norm())
+    return float((value.double() - reference.double()).norm() / reference.double().norm())
 
 
 def run_main(*arguments: str):

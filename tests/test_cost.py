@@ -114,12 +114,13 @@ def test_each_measurement_runs_and_ends_with_one_json_line(command):
         assert answer["chunked"]["gradient_error"] < 1e-4 and VOCABULARY < 8192
 
 
+@pytest.mark.mathematics
 def test_plain_sampling_and_learning_do_the_same_work(one_rank, monkeypatch):
     """What the bench compares with is right itself: greedy answers are the same, and so are the log-probabilities."""
     monkeypatch.syspath_prepend(ROOT / "bench")
     import step
 
-    model = make_model()
+    model = make_model(spread=0.25)
     settings = {"sampling__top_k": 1, "training__max_new_gen_tokens": 12}
     expected = [t.completion_ids for t in sample(model, PROMPTS, 2, **settings)]
     monkeypatch.setattr(main, "generate_completions", step.plain_generate)

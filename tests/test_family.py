@@ -12,6 +12,7 @@ from test_learning import ARCHITECTURE, BOUND, GROUP, QUESTIONS, advantages_of, 
 
 import main
 
+pytestmark = pytest.mark.mathematics
 GRPO = {"training__loss_normalizer": "sequence"}
 PUBLISHED = {"Dr. GRPO": {}, "GRPO": GRPO, "DAPO": {"training__loss_normalizer": "tokens"}}
 KL = {"training__kl_beta": 0.04}
@@ -32,9 +33,9 @@ def test_loss_and_gradient_of_each_published_variant_equal_the_plain_formula(nam
     metrics = learn(model, trajectories, one_rank, **keys)
     expected_loss, expected = reference(trajectories, ARCHITECTURE[dtype], **keys)
     assert relative_error(gradient(model), expected) < BOUND[dtype]
-    assert metrics["loss"] == pytest.approx(expected_loss, rel=BOUND[dtype], abs=1e-6 if dtype == torch.float32 else 1e-12)
+    assert metrics["loss"] == pytest.approx(expected_loss, abs=BOUND[dtype])  # the sum of what is near 1 and -1
     assert ("kl" in metrics) == bool(kl) and ("clipped" in metrics) == (bool(clip) and mu == 2)
-    assert metrics.get("kl", 1.0) > 1e-3 and 0.05 < metrics.get("clipped", 0.5) < 0.6  # so that those terms were put to the test
+    assert 1e-3 < metrics.get("kl", 0.1) < 0.3 and 0.05 < metrics.get("clipped", 0.1) < 0.5  # of the size that occurs in training
 
 
 def all_combinations():
@@ -75,7 +76,7 @@ def test_the_gradient_is_the_same_on_any_number_of_ranks(idle, tmp_path):
             dtype = getattr(torch, case["dtype"])
             assert relative_error(torch.load(tmp_path / f"{number}.pt", weights_only=True), plain) < BOUND[dtype], (num_ranks, case)
             metrics = json.loads((tmp_path / f"{number}.json").read_text())
-            assert metrics["loss"] == pytest.approx(loss, rel=BOUND[dtype], abs=1e-7 if dtype == torch.float32 else 1e-12), (num_ranks, case)
+            assert metrics["loss"] == pytest.approx(loss, abs=BOUND[dtype]), (num_ranks, case)
 
 
 @pytest.mark.parametrize("keys", list(all_combinations()), ids=str)

@@ -19,21 +19,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 import main
 
+pytestmark = pytest.mark.mathematics
 TEMPERATURE, L, QUESTIONS, GROUP = 0.7, 12, 6, 4
-SGD_RATE = 0.05
+SGD_RATE = 0.1
+# What is compared with is computed in float64. Rounding then comes to 1e-14 in float64 and to 1e-6 in float32, a little more or less on
+# another processor; a wrong formula changes the gradient by 1e-2 and more.
 BOUND = {torch.float32: 1e-5, torch.float64: 1e-11}
-# Rotary positions (and Gemma 2's softmax) are computed in float32 whatever the model's type, and rounded differently for
-# different shapes: only GPT-2, which learns its positions, is exact in float64.
-DTYPE = {name: torch.float64 if name == "gpt2" else torch.float32 for name in ARCHITECTURES}
 ARCHITECTURE = {torch.float64: "gpt2", torch.float32: "qwen2"}
+DTYPE = {name: torch.float32 if name == "gemma2" else torch.float64 for name in ARCHITECTURES}  # Gemma 2's cannot mix
 
 
 def start_of(model):
-    """What `model` shall have been before it learned: the same architecture, other weights."""
+    """What `model` shall have been before it learned: the same architecture, somewhat other weights."""
     reference = make_model(model.config.model_type, model.dtype)
     with torch.no_grad():
         for parameter in reference.parameters():
-            parameter.mul_(0.9)
+            parameter.mul_(0.97)
     return reference
 
 
@@ -58,7 +59,7 @@ def learn(model, trajectories, device, **overrides):
 
 
 def reference(trajectories, architecture, **overrides):
-    """The same in plain loops, and in float64 where that means anything: loss and gradient of the last update."""
+    """The same in plain loops and in float64: loss and gradient of the last update."""
     training = make_config(**overrides).training
     model, old = make_model(architecture, DTYPE[architecture]), None
     if training.updates_per_batch > 1:
@@ -84,14 +85,14 @@ def test_loss_and_gradient_equal_the_plain_formula_for_any_micro_batch_size(one_
     model = make_model(ARCHITECTURE[dtype], dtype)
     metrics = learn(model, trajectories, one_rank, training__tokens_per_micro_batch=tokens_per_micro_batch)
     assert relative_error(gradient(model), expected) < BOUND[dtype]
-    assert metrics["loss"] == pytest.approx(expected_loss, rel=BOUND[dtype], abs=1e-7 if dtype == torch.float32 else 1e-12)
+    assert metrics["loss"] == pytest.approx(expected_loss, abs=BOUND[dtype])  # the sum of what is near 1 and -1
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_log_probabilities_and_gradient_equal_those_from_the_models_own_logits(one_rank, architecture, monkeypatch):
     trajectories = make_trajectories(QUESTIONS * GROUP)
     monkeypatch.setattr(main, "LOGITS_PER_CHUNK", 24 * 10)  # ten tokens at a time, so the chunked path is the one tested
-    model = make_model(architecture, DTYPE[architecture])
+    model, bound = make_model(architecture, DTYPE[architecture]), BOUND[DTYPE[architecture]]
     policy = main.Policy(model, TEMPERATURE, mixed=False)
     logprobs, entropies = policy(**main.collate(trajectories, one_rank))
     place = 0
@@ -100,14 +101,13 @@ def test_log_probabilities_and_gradient_equal_those_from_the_models_own_logits(o
         logits = model(torch.tensor([prompt_ids + trajectory.completion_ids])).logits[0] / TEMPERATURE
         for t, token in enumerate(trajectory.completion_ids):
             distribution = torch.softmax(logits[len(prompt_ids) + t - 1], dim=-1)
-            assert logprobs[place].item() == pytest.approx(distribution[token].log().item(), abs=BOUND[model.dtype])
-            assert entropies[place].item() == pytest.approx(torch.distributions.Categorical(distribution).entropy().item(),
-                                                           abs=BOUND[model.dtype])
+            assert logprobs[place].item() == pytest.approx(distribution[token].log().item(), abs=bound)
+            assert entropies[place].item() == pytest.approx(torch.distributions.Categorical(distribution).entropy().item(), abs=bound)
             place += 1
     assert place == len(logprobs)
     learn(model, trajectories, one_rank)
     _, expected = reference(trajectories, architecture)
-    assert relative_error(gradient(model), expected) < BOUND[model.dtype]
+    assert relative_error(gradient(model), expected) < bound
 
 
 def test_the_order_of_rows_and_gradient_checkpointing_do_not_change_the_gradient(one_rank):
@@ -146,17 +146,17 @@ def test_dropout_is_off_whatever_the_models_config_says(model_folder):
 
 def test_skipping_rows_of_zero_advantage_does_not_change_the_gradient(one_rank):
     trajectories = make_trajectories(QUESTIONS * GROUP)
-    model = make_model()
+    model = make_model("gpt2", torch.float64)
     learn(model, trajectories, one_rank)
     skipped = gradient(model)
-    everything = make_model()
+    everything = make_model("gpt2", torch.float64)
     logprobs, _ = main.Policy(everything, TEMPERATURE, mixed=False)(**main.collate(trajectories, one_rank))
-    advantages = torch.tensor([t.advantage for t in trajectories for _ in t.completion_ids])
+    advantages = torch.tensor([t.advantage for t in trajectories for _ in t.completion_ids], dtype=torch.float64)
     lengths = torch.tensor([len(t.completion_ids) for t in trajectories for _ in t.completion_ids])
     main.policy_loss(logprobs, None, None, advantages, lengths, QUESTIONS * GROUP, 1.0,
                      make_config(training__max_new_gen_tokens=L).training)[0].backward()
     assert (advantages == 0).any()
-    assert relative_error(skipped, gradient(everything)) < 1e-6
+    assert relative_error(skipped, gradient(everything)) < BOUND[torch.float64]
 
 
 def test_a_step_without_signal_changes_nothing(one_rank):
@@ -190,7 +190,7 @@ def test_mixed_precision_keeps_float32_masters_and_samples_from_a_bfloat16_copy(
     policy = DistributedDataParallel(main.Policy(mixed, TEMPERATURE, mixed=True))
     main.policy_gradient(policy, trajectories, config, one_rank, lambda *_: None)
     assert gradient(mixed).dtype == torch.float32
-    assert 1e-6 < relative_error(gradient(mixed), expected) < 0.05  # it did run in bfloat16, and is near
+    assert 1e-4 < relative_error(gradient(mixed), expected) < 0.08  # it did run in bfloat16, and is near
 
 
 def make_case(idle_share: bool):

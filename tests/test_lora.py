@@ -5,9 +5,9 @@ import sys
 import pytest
 import torch
 import transformers
-from conftest import make_config, make_trajectories, plain_logprobs, plain_loss, read_jsonl, relative_error
+from conftest import clear_choices, make_config, make_trajectories, plain_logprobs, plain_loss, read_jsonl, relative_error
 from processes import ROOT, ranks
-from test_learning import GROUP, QUESTIONS, TEMPERATURE, L
+from test_learning import BOUND, GROUP, QUESTIONS, TEMPERATURE, L
 from test_resume import SMALL, digest, run_without_curves
 from test_run import TIMES
 from torch.nn.parallel import DistributedDataParallel
@@ -22,22 +22,25 @@ FAMILY = ["training.kl_beta=0.05", "training.updates_per_batch=2", "training.cli
           "training.loss_normalizer=tokens", "training.mask_truncated=true"]
 
 
-def with_adapters(**more):
-    """A model whose adapters have learned something already: fresh ones add nothing."""
+def with_adapters(size=0.1, **more):
+    """A model whose adapters have learned something already: fresh ones add nothing. `size`: of what they have learned."""
     config = make_config(model__lora_rank=4, model__precision="float32", **more)
     model, tokenizer = main.load_model(config, torch.device("cpu"))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
-                parameter.normal_(0, 0.1)
+                parameter.normal_(0, size)
     return model.eval(), tokenizer, config
 
 
-def test_only_the_adapters_learn_and_the_kl_term_measures_from_the_model_without_them(one_rank):
-    """Against the plain formula, whose reference is the model that the adapters were added to."""
-    model, _, config = with_adapters(training__kl_beta=0.5, training__max_new_gen_tokens=L, sampling__temperature=TEMPERATURE,
-                                     training__max_grad_norm=None, training__tokens_per_micro_batch=60)
-    base = transformers.AutoModelForCausalLM.from_pretrained(ROOT / "tiny" / "model").eval()
+@pytest.mark.mathematics
+def test_only_the_adapters_learn_and_the_kl_term_measures_from_the_model_without_them(one_rank, model_folder):
+    """Against the plain formula, whose reference is the model that the adapters were added to. In float64, which GPT-2 computes in
+    throughout."""
+    folder = model_folder("gpt2")
+    model, _, config = with_adapters(0.02, model__name=str(folder), training__kl_beta=0.5, training__max_new_gen_tokens=L,
+                                     sampling__temperature=TEMPERATURE, training__max_grad_norm=None, training__tokens_per_micro_batch=60)
+    base, model = transformers.AutoModelForCausalLM.from_pretrained(folder).double().eval(), model.double()
     trajectories = make_trajectories(QUESTIONS * GROUP)
     against = [[value.item() for value in row] for row in plain_logprobs(base, trajectories, TEMPERATURE)]
     plain_loss(model, trajectories, QUESTIONS * GROUP, L, TEMPERATURE, beta=0.5, reference=against).backward()
@@ -46,7 +49,8 @@ def test_only_the_adapters_learn_and_the_kl_term_measures_from_the_model_without
     model.zero_grad()
     policy = DistributedDataParallel(main.Policy(model, TEMPERATURE, mixed=False))
     metrics = main.policy_gradient(policy, trajectories, config, one_rank, lambda *_: None, main.make_reference(model, config))
-    assert metrics["kl"] > 1e-3 and relative_error(torch.cat([parameter.grad.flatten() for parameter in learning]), expected) < 1e-5
+    assert 1e-3 < metrics["kl"] < 0.3  # as in training
+    assert relative_error(torch.cat([parameter.grad.flatten() for parameter in learning]), expected) < BOUND[torch.float64]
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert names and all("lora_" in name for name in names) and not any("lm_head" in name for name in names)
 
@@ -64,6 +68,7 @@ def test_without_peft_the_one_line_says_what_to_install(monkeypatch):
         with_adapters()
 
 
+@pytest.mark.mathematics
 def test_both_engines_sample_through_the_adapters():
     """At top_k 1 there is one answer: that of the model with the adapters added in, and not that of the model without them."""
     model, tokenizer, config = with_adapters(sampling__top_k=1, training__max_new_gen_tokens=24)
@@ -76,7 +81,11 @@ def test_both_engines_sample_through_the_adapters():
         return [trajectory.completion_ids for trajectory in trajectories]
 
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    expected = answers(main.merged(model), "generate")
+    merged = main.merged(model)
+    expected = answers(merged, "generate")
+    for row, completion in zip([row for row in rows for _ in range(2)], expected, strict=True):
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        assert clear_choices(merged(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1:-1]) == completion
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())  # merging left it as it was
     assert answers(model, "generate") == expected and answers(model, "continuous") == expected
     assert expected != answers(transformers.AutoModelForCausalLM.from_pretrained(ROOT / "tiny" / "model"), "generate")
@@ -130,12 +139,13 @@ def test_the_frozen_copy_for_mixed_precision_is_refreshed_where_the_model_learns
         assert torch.equal(copied, parameter.to(torch.bfloat16)) and not copied.requires_grad
 
 
+@pytest.mark.mathematics
 def test_gradient_checkpointing_changes_nothing_about_adapters(one_rank):
     gradients = []
     for checkpointing in (False, True):
         torch.manual_seed(1)
         model, _, config = with_adapters(model__gradient_checkpointing=checkpointing, training__max_grad_norm=None)
-        policy = DistributedDataParallel(main.Policy(model.train(), TEMPERATURE, mixed=False))
+        policy = DistributedDataParallel(main.Policy(model.double().train(), TEMPERATURE, mixed=False))
         main.policy_gradient(policy, make_trajectories(QUESTIONS * GROUP), config, one_rank, lambda *_: None)
         gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.requires_grad]))
     assert relative_error(gradients[1], gradients[0]) < 1e-5
@@ -151,6 +161,7 @@ def test_in_mixed_precision_what_does_not_learn_lies_in_bfloat16_and_is_shared_w
         assert (parameter.data_ptr() == copied.data_ptr()) == (not parameter.requires_grad)
 
 
+@pytest.mark.mathematics
 @pytest.mark.parametrize("more", [{}, {"model__lora_rank": 4}], ids=["full", "LoRA"])
 @pytest.mark.parametrize("precision", ["mixed", "float32", "bfloat16"])
 def test_the_kl_is_exactly_zero_as_long_as_nothing_was_learned(more, precision):

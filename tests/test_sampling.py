@@ -1,14 +1,19 @@
 """What is sampled is what the policy says: the right distribution, the right continuation, the right stop."""
 
+import functools
+
+import conftest
 import pytest
 import torch
-from conftest import ARCHITECTURES, VOCABULARY, gradient, make_config, make_model, plain_loss, relative_error
+from conftest import ARCHITECTURES, VOCABULARY, clear_choices, gradient, make_config, plain_loss, relative_error
 from processes import ROOT
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import main
 
+pytestmark = pytest.mark.mathematics
+make_model = functools.partial(conftest.make_model, spread=0.25)  # with clear choices
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [3, 4], [2, 9, 2, 9, 2]]  # ragged, so that two of them are padded
 
 
@@ -78,7 +83,7 @@ def test_prefix_sharing_padding_and_leaving_early_change_no_token(architecture, 
         for trajectory in trajectories:
             prompt, completion = trajectory.prompt_ids, trajectory.completion_ids
             logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1:-1]
-            assert logits.argmax(-1).tolist() == completion
+            assert clear_choices(logits) == completion
             assert stop not in completion[:-1] and trajectory.truncated == (completion[-1] != stop)
             assert len(completion) == L if trajectory.truncated else len(completion) <= L
         assert [t.prompt_ids for t in trajectories] == [prompt for prompt in prompts for _ in range(3)]
@@ -153,7 +158,7 @@ def test_a_prompt_may_be_a_single_token(architecture):
     model = make_model(architecture)
     trajectory, = sample(model, [[5]], 1, eos=1000, sampling__top_k=1, training__max_new_gen_tokens=6)
     logits = model(torch.tensor([[5, *trajectory.completion_ids]])).logits[0]
-    assert logits[:-1].argmax(-1).tolist() == trajectory.completion_ids
+    assert clear_choices(logits[:-1]) == trajectory.completion_ids
     logprobs, _ = main.Policy(model, 1.0, mixed=False)(**main.collate([trajectory], torch.device("cpu")))
     assert torch.allclose(logprobs, logits[:-1].log_softmax(-1).gather(-1, torch.tensor(trajectory.completion_ids)[:, None])[:, 0], atol=1e-5)
 
@@ -168,7 +173,7 @@ def test_each_call_samples_from_the_weights_as_they_are_and_leaves_the_model_as_
     def greedy(prompt):
         ids = list(prompt)
         for _ in range(20):
-            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+            ids += clear_choices(model(torch.tensor([ids])).logits[0, -1:])
             if ids[-1] == 0:
                 break
         return ids[len(prompt):]
