@@ -16,7 +16,7 @@ os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow's own 
 import pytest
 import torch
 import transformers
-from processes import ROOT, warm_up
+from processes import ROOT
 
 sys.path.insert(0, str(ROOT))
 
@@ -147,11 +147,6 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     if (seed := config.getoption("--shuffle")) is not None:
         random.Random(seed).shuffle(items)
-
-
-def pytest_sessionstart(session):
-    if "PYTEST_XDIST_WORKER" in os.environ or not session.config.getoption("numprocesses"):  # where tests are run
-        warm_up()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -37,16 +37,10 @@ class Result(NamedTuple):
     said: list[str]  # stderr of each rank
 
 
-def warm_up() -> None:
-    """Starts the server that `ranks` forks from, which goes on importing by itself."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED)
-    multiprocessing.forkserver.ensure_running()
-
-
 def ranks(num_ranks: int, work, *arguments, cwd: Path = ROOT, **environment) -> Result:
     """`work(*arguments)` on each of so many ranks; `work` is a function at the top of a test file."""
     context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # any free port
     shared = {key: value for key, value in os.environ.items() if not key.startswith("MLFLOW")} | {
         "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),

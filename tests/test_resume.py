@@ -140,7 +140,8 @@ def test_sigterm_in_any_phase_saves_the_last_step_in_time_and_the_next_start_goe
                           ({"rank": 0, "point": "updated", "passing": 2, "how": "stop and go on"}, 6),
                           ({"rank": 0, "point": "saving: tensors", "passing": 1, "how": "stop and go on"}, 8)]:
         result = interrupted(2, strike, folder, *steps)
-        assert result.codes == [128 + signal.SIGTERM] * 2, (strike, result.stderr)
+        # A rank that has left the loop, where its last step has been saved, ends as any process does.
+        assert set(result.codes) <= {128 + signal.SIGTERM, -signal.SIGTERM}, (strike, result.stderr)
         assert_stopped(result, folder, saved)
     result = interrupted(2, {}, folder, *steps)
     assert result.returncode == 0, result.stderr
