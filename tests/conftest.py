@@ -1,5 +1,7 @@
 """What the tests share: a time limit for each, small random models of several architectures, made-up trajectories."""
 
+import copy
+import functools
 import json
 import os
 import random
@@ -55,7 +57,12 @@ def make_model(architecture: str = "qwen2", dtype: torch.dtype = torch.float32, 
 
 def make_config(**overrides):
     """config.yaml with keys changed; dots written as two underscores: training__seed=1."""
-    return main.load_config([f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in overrides.items()])
+    return copy.deepcopy(load_config(*(f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in overrides.items())))
+
+
+@functools.cache  # reading YAML takes longer than most of what is tested
+def load_config(*overrides):
+    return main.load_config(list(overrides))
 
 
 def make_trajectories(count: int, seed: int = 0, longest: int = 12) -> list:

@@ -4,7 +4,8 @@ import shutil
 import sys
 
 import pytest
-from processes import ROOT, run
+from conftest import run_script
+from processes import ROOT, ranks
 
 import main
 
@@ -34,7 +35,7 @@ def test_it_asks_best_of_the_newest_run_or_the_model_named(tmp_path, monkeypatch
     shutil.copytree(ROOT / "tiny" / "model", tmp_path / "runs" / "a" / "best-000001")
     (tmp_path / "runs" / "a" / "best").symlink_to("best-000001")
 
-    newest = run(sys.executable, ROOT / "examples" / "ask.py", "3", "7", "25", "=", "88", cwd=tmp_path)
+    newest = ranks(1, run_script, str(ROOT / "examples" / "ask.py"), "3", "7", "25", "=", "88", cwd=tmp_path)
     assert newest.returncode == 0, newest.stderr
     assert newest.stdout.startswith("runs/a/best\n") and newest.stdout.count("--- answer") == 4 and "Combine the numbers 3, 7, 25" in newest.stdout
     assert newest.stdout.count(": wrong") + newest.stdout.count(": right") + newest.stdout.count(": cut off") == 4 and " of 4 right" in newest.stdout

@@ -10,8 +10,8 @@ import urllib.request
 
 import pytest
 import transformers
-from conftest import DRAW_CURVES, make_config
-from processes import ROOT, run
+from conftest import DRAW_CURVES, make_config, run_script
+from processes import ROOT, ranks, run
 from test_run import SHORT
 
 import logger
@@ -72,6 +72,7 @@ def mlflow_server(tmp_path):
     server.wait(timeout=30)
 
 
+@pytest.mark.soak
 def test_a_real_server_gets_everything_and_a_resumed_run_goes_on_in_the_same_mlflow_run(tmp_path, monkeypatch, capsys, mlflow_server):
     import mlflow
 
@@ -196,8 +197,8 @@ def test_the_best_model_has_a_card_whose_lines_work(tmp_path, monkeypatch):
     assert card.startswith("---\nlibrary_name: transformers\ntags:") and "`tiny/model`" in card and "base_model" not in card  # which is for hub ids
     assert f"| eval/solved | {entries[0]['eval/solved']:.3f}" in card and "max_new_gen_tokens: 24" in card
     assert "temperature=1.0, top_k=0, top_p=0.9)" in card
-    lines = card.split("```python\n")[1].split("```")[0]
-    said = run(sys.executable, "-c", lines).stdout
+    (tmp_path / "use.py").write_text(card.split("```python\n")[1].split("```")[0])
+    said = ranks(1, run_script, str(tmp_path / "use.py")).stdout
     assert said.startswith("Combine the numbers")
 
 

@@ -99,6 +99,21 @@ def test_a_run_killed_twenty_times_equals_the_uninterrupted_one(num_ranks, learn
     assert outcome(tmp_path / "killed" / "a") == expected
 
 
+def test_a_run_that_is_killed_and_then_stopped_equals_the_uninterrupted_one(tmp_path):
+    steps = ["training.max_steps=5", "checkpoint.every=2", "validation.every=3"]
+    expected = uninterrupted(2, tmp_path / "whole", *steps)
+    folder = tmp_path / "interrupted"
+    result = interrupted(2, {"rank": 1, "point": "learning", "passing": 3, "how": "kill all"}, folder, *steps)
+    assert result.codes == [-signal.SIGKILL] * 2, result.stderr
+    result = interrupted(2, {"rank": 1, "point": "sampling", "passing": 2, "how": "stop"}, folder, *steps)  # rank 0 in a collective
+    assert "step-000002\n" in result.stdout and result.codes == [128 + signal.SIGTERM] * 2, result.stderr
+    assert_stopped(result, folder, saved=3)
+    result = interrupted(2, {}, folder, *steps)
+    assert "step-000003\n" in result.stdout and result.returncode == 0, result.stderr
+    assert without_files(outcome(folder / "a")) == without_files(expected)  # a stop signal leaves a checkpoint of its own
+
+
+@pytest.mark.soak
 def test_a_run_that_torchrun_starts_again_and_that_is_then_stopped_equals_the_uninterrupted_one(tmp_path):
     """torchrun starts all ranks again when one has died, and they go on from the last checkpoint without being told; and it tells all
     of them of its signal."""
@@ -114,7 +129,7 @@ def test_a_run_that_torchrun_starts_again_and_that_is_then_stopped_equals_the_un
     assert_stopped(result, folder, saved=3)
     result = interrupted(2, {}, folder, *steps)
     assert result.returncode == 0 and "step-000003\n" in result.stdout, result.stderr
-    assert without_files(outcome(folder / "a")) == without_files(expected)  # a stop signal leaves a checkpoint of its own
+    assert without_files(outcome(folder / "a")) == without_files(expected)
 
 
 # ---------------------------------------------------------------- SIGTERM
