@@ -94,7 +94,7 @@ def test_keys_and_values_are_not_copied_for_each_token():
     ["step.py", "--steps", "1", "--endless", "--shape", "small", "training.num_samples_per_step=2", "training.k_best_of_n=[2,2]",
      "training.max_new_gen_tokens=16"],
     ["step.py", "--steps", "1", "--plain", "--shape", "small", "training.num_samples_per_step=2", "training.max_new_gen_tokens=16"],
-    ["memory.py", "--measure", "--shape", "small", "--prompt", "48", "training.max_new_gen_tokens=64"],
+    pytest.param(["memory.py", "--measure", "--shape", "small", "--prompt", "48", "training.max_new_gen_tokens=64"], marks=pytest.mark.soak),
     pytest.param(["family.py", "--only", "GRPO", "--ranks", "1", "training.max_steps=1", "training.max_new_gen_tokens=16",
                   "training.num_samples_per_step=2", "data.num_validation=4", "validation.best_of_n=2"], marks=pytest.mark.soak),
     pytest.param(["vocabulary.py", "--rows", "2", "--tokens", "16", "--shape", "small"], marks=pytest.mark.soak),

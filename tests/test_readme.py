@@ -6,13 +6,13 @@
 import json
 import re
 import shlex
-import sys
-from pathlib import Path
 
 import pytest
 import yaml
-from conftest import make_config, run_script
-from processes import ROOT, ranks, run
+from conftest import make_config
+from processes import ROOT, ranks
+from test_resume import run_without_curves
+from torch.distributed.run import parse_args
 
 import main
 
@@ -29,48 +29,43 @@ SMALL = ["training.max_steps=1", "training.max_new_gen_tokens=8", "training.num_
          "validation.best_of_n=2", "run.name=a"]
 
 
-def small_form(line: str, folder: Path) -> tuple[list[str], list[str]]:
-    """The command with this environment's programs and no second machine, and the small keys it gets besides."""
-    words = [word.replace(".venv/bin/", f"{Path(sys.executable).parent}/") for word in shlex.split(line.rpartition("&&")[2])]
-    words = [f"{Path(sys.executable).parent}/torchrun" if word == "torchrun" else word for word in words]
-    smaller = {"--nproc-per-node=4": "--nproc-per-node=2", "--nnodes=2": "--nnodes=1",
-               "--rdzv-endpoint=first-machine:29500": "--rdzv-endpoint=127.0.0.1:0"}
-    more = [*SMALL, f"run.dir={folder}"]
-    if "recipes/" in line:
-        more += ["model.name=tiny/model", "data.dataset=tiny/countdown.parquet", "data.max_rows=200"]
-    if "task.name" not in line:
-        more += ["data.max_rows=200"]
-    if "learning_type=sil" not in line:
-        more += ["training.k_best_of_n=[2,2]"]
-    return [smaller.get(word, word) for word in words], more
-
-
 TRAINING = [line for line in BASH if "main.py" in line] + re.findall(r"`(\.venv/bin/(?:python|torchrun --nproc-per-node=\d) main\.py)` \|", README)
 
 
-@pytest.mark.parametrize("line", TRAINING)
-def test_every_command_that_trains_does_so_with_the_keys_it_shows(line, tmp_path):
-    if "sums.py" in line:
+def ranks_and_arguments(line: str) -> tuple[int, tuple[str, ...]]:
+    """Two ranks are enough for any command of torchrun's, which reads its own options here."""
+    program, *words = shlex.split(line.rpartition("&&")[2])
+    if program.endswith("torchrun"):
+        options = parse_args(words)
+        assert options.training_script == "main.py"
+        return 2, tuple(options.training_script_args)
+    assert program.endswith("python") and words[0] == "main.py"
+    return 1, tuple(words[1:])
+
+
+@pytest.mark.parametrize(("num_ranks", "arguments"), sorted(set(map(ranks_and_arguments, TRAINING))), ids=str)
+def test_every_command_that_trains_does_so_with_the_keys_it_shows(num_ranks, arguments, tmp_path):
+    """In a small form; that torchrun starts ranks as these are is tested elsewhere."""
+    shown, small = dict(word.split("=", 1) for word in arguments if "=" in word), [*SMALL, f"run.dir={tmp_path}"]
+    if shown.get("task.name") == "sums.py":
         (tmp_path / "sums.py").write_text(re.search(r"```python\n(# sums\.py.*?)```", README, re.DOTALL)[1])
-        line = line.replace("sums.py", str(tmp_path / "sums.py"))
-    command, more = small_form(line, tmp_path)
-    store = {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path / 'mlflow.db'}"}
-    if "--nnodes" in line:  # one of them as it stands
-        result = run(*command, *more, **store)
-    else:  # the others without torchrun: two ranks if it is there, however many it asks for
-        place = command.index("main.py")
-        where = tmp_path if "mlflow" in line else ROOT  # MLflow puts files below
-        script = str(ROOT / command[place])
-        result = ranks(2 if "torchrun" in line else 1, run_script, script, *command[place + 1:], *more, cwd=where, **store)
+        small += [f"task.name={tmp_path / 'sums.py'}"]
+        del shown["task.name"]
+    if "--config" in arguments:
+        small += ["model.name=tiny/model", "data.dataset=tiny/countdown.parquet"]
+    if "task.name" not in shown:
+        small += ["data.max_rows=200"]
+    if "training.learning_type" not in shown:
+        small += ["training.k_best_of_n=[2,2]"]
+    result = ranks(num_ranks, run_without_curves, *arguments, *small, cwd=tmp_path if "logging.mlflow" in shown else ROOT,  # it writes there
+                   MLFLOW_TRACKING_URI=f"sqlite:///{tmp_path / 'mlflow.db'}")
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout.splitlines()[-1])["steps"] == 1
-    smaller = {override.partition("=")[0] for override in SMALL}
     settings = main.flatten(main.load_config(["--config", str(tmp_path / "a" / "config.yaml")]))
-    for word in command:
-        key, equals, value = word.partition("=")
-        if equals and key in settings and key not in smaller:
-            assert settings[key] == yaml.safe_load(value)
-    assert (tmp_path / "mlflow.db").exists() == ("logging.mlflow=true" in line)
+    replaced = {override.partition("=")[0] for override in small}
+    assert {key: settings[key] for key in shown if key not in replaced} == {
+        key: yaml.safe_load(value) for key, value in shown.items() if key not in replaced}
+    assert (tmp_path / "mlflow.db").exists() == ("logging.mlflow" in shown)
 
 
 def test_every_other_command_is_run_somewhere():

@@ -232,11 +232,17 @@ def test_shuffled_rewards_are_as_frequent_as_the_real_ones_and_tell_nothing():
 def test_auto_takes_the_faster_engine_says_so_and_keeps_it_when_the_run_goes_on(tmp_path, capsys, monkeypatch):
     short = [*SHORT, "sampling.engine=auto", f"run.dir={tmp_path}", "run.name=a", "training.max_new_gen_tokens=8"]
     with monkeypatch.context() as patch:
-        generate_completions = main.generate_completions
-        patch.setattr(main, "generate_completions", lambda *arguments: (time.sleep(5), generate_completions(*arguments))[1])
+        generate_completions, perf_counter, late = main.generate_completions, time.perf_counter, []
+
+        def slow(*arguments):
+            late.append(500)
+            return generate_completions(*arguments)
+
+        patch.setattr(main, "generate_completions", slow)
+        patch.setattr(main.time, "perf_counter", lambda: perf_counter() + sum(late))
         assert main.main([*short, "training.max_steps=1"]) == 0
     said = capsys.readouterr().out
-    assert "sampling.engine=auto: generate 5." in said and "; takes continuous\n" in said
+    assert "sampling.engine=auto: generate 50" in said and "; takes continuous\n" in said
     assert yaml.safe_load((tmp_path / "a" / "config.yaml").read_text())["sampling"]["engine"] == "continuous"
     monkeypatch.setattr(main, "generate_completions", None)  # is not called again
     assert main.main([*short, "training.max_steps=2"]) == 0

@@ -7,8 +7,8 @@ import sys
 from fractions import Fraction
 
 import pytest
-from conftest import make_config, read_jsonl
-from processes import ROOT, run
+from conftest import make_config, read_jsonl, run_script
+from processes import ROOT, ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import countdown
@@ -93,9 +93,9 @@ def test_validation_problems_are_in_neither_kind_of_training(rows):
 
 
 def test_a_much_smaller_one_is_built_by_the_same_code_and_trains_a_step(tmp_path):
-    command = [sys.executable, "tiny/build.py", "--out", tmp_path / "toy", "--problems", "60", "--steps", "3", "--batch-size", "4",
-               "--hidden", "32", "--layers", "1", "--numbers", "3", "4"]
-    result = run(*command)
+    arguments = ["--out", str(tmp_path / "toy"), "--problems", "60", "--steps", "3", "--batch-size", "4",
+                 "--hidden", "32", "--layers", "1", "--numbers", "3", "4"]
+    result = ranks(1, run_script, "tiny/build.py", *arguments)
     assert result.returncode == 0, result.stderr
     assert "at temperature 1: solved" in result.stdout
     assert main.main([f"model.name={tmp_path / 'toy' / 'model'}", f"data.dataset={tmp_path / 'toy' / 'countdown.parquet'}",
