@@ -7,6 +7,7 @@ import os
 import random
 import runpy
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -204,6 +205,14 @@ def staying(monkeypatch):
     monkeypatch.setattr(main, "leave", stay)
     monkeypatch.setattr(logger.Logger, "_draw_curves", draw_nothing)
     monkeypatch.delenv("MLFLOW_EXPERIMENT_ID", raising=False)  # which mlflow itself sets, for processes it might start
+
+
+@pytest.fixture
+def nobody_listens():
+    """An address that refuses every connection, and that nobody else can take meanwhile."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{taken.getsockname()[1]}"
 
 
 @pytest.fixture

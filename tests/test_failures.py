@@ -359,11 +359,11 @@ def test_what_a_run_chose_from_its_machine_it_keeps(tmp_path):
 
 # ---------------------------------------------------------------- secrets
 
-def test_nothing_of_the_environment_is_written_or_said(tmp_path):
+def test_nothing_of_the_environment_is_written_or_said(tmp_path, nobody_listens):
     secret = "hunter2-hunter2"
     secrets = {"HF_TOKEN": secret, "SOME_PASSWORD": secret, "MLFLOW_TRACKING_PASSWORD": secret}
     settings = [*TINY, "training.max_steps=1", f"run.dir={tmp_path}", "logging.mlflow=true"]
-    result = ranks(1, run_without_curves, *settings, **secrets, MLFLOW_TRACKING_URI=f"http://me:{secret}@127.0.0.1:9")
+    result = ranks(1, run_without_curves, *settings, **secrets, MLFLOW_TRACKING_URI=f"http://me:{secret}@{nobody_listens}")
     assert result.returncode == 0 and "MLflow failed" in result.stdout
     assert secret not in result.stdout + result.stderr
     result = ranks(1, run_without_curves, *settings, "run.name=b", **secrets, cwd=tmp_path,

@@ -105,8 +105,8 @@ def test_a_real_server_gets_everything_and_a_resumed_run_goes_on_in_the_same_mlf
     assert "<title>MLflow</title>" in page
 
 
-def test_an_mlflow_server_that_is_not_there_costs_one_warning_and_no_training(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # nobody listens on the discard port
+def test_an_mlflow_server_that_is_not_there_costs_one_warning_and_no_training(tmp_path, monkeypatch, capsys, nobody_listens):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://{nobody_listens}")
     assert main.main([*SHORT, f"run.dir={tmp_path}", "run.name=a", "logging.mlflow=true"]) == 0
     assert capsys.readouterr().out.count("warning: MLflow failed") == 1
     assert len((tmp_path / "a" / "metrics.jsonl").read_text().splitlines()) == 5
