@@ -111,7 +111,7 @@ def run(*command, cwd: Path = ROOT, **environment) -> subprocess.CompletedProces
 
 
 @contextlib.contextmanager
-def stacks_on_the_way_out(pids: list[int], outputs) -> None:
+def stacks_on_the_way_out(pids: list[int], outputs):
     """If the test ends inside, because its time is up, every process of these families says where it stands and is ended, and what
     all have said is shown."""
     try:
