@@ -22,6 +22,7 @@ import os
 import queue
 import re
 import shutil
+import signal
 import socket
 import sys
 import threading
@@ -335,16 +336,22 @@ def name_slow_rewards(config, rank: int):
             row, started = graded
             if time.monotonic() - max(started, named) >= SECONDS_FOR_A_REWARD:  # else it has gone on to another row
                 named = time.monotonic()
-                place = traceback.extract_stack(sys._current_frames()[grading])[-1]
+                stack = traceback.extract_stack(sys._current_frames()[grading])
+                place = [frame for frame in stack if frame.filename != __file__][-1]  # not the handler of the signal below
                 print(f"\ntask.name={config.task.name!r}: its reward has not answered for {named - started:.0f} s, and the run "
                       f"waits for it (rank {rank}, at line {place.lineno} of {place.filename}); the question: "
                       f"{_shorten(' '.join(row['prompt'].split()))}", flush=True)
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
+    # A regular expression that never ends lets no other thread run, but it heeds signals: this one lets the watcher speak.
+    handler = signal.signal(signal.SIGVTALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS_FOR_A_REWARD / 10, SECONDS_FOR_A_REWARD / 10)
     try:
         yield grades
     finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, handler)
         over.set()
         watcher.join()
 

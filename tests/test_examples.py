@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import signal
+import threading
 import time
 from fractions import Fraction
 from types import SimpleNamespace
@@ -188,21 +190,49 @@ def test_a_reward_that_fails_stops_the_run_with_its_name_and_the_completion(fail
     assert str(tmp_path / "a" / "failed-reward-0.json") in said and saved["completion"] and saved["row"]["nums"] and "Traceback" in saved["error"]
 
 
-def test_a_reward_that_does_not_answer_is_named_with_its_question_again_and_again_and_no_other_is(monkeypatch):
-    said = []
-    monkeypatch.setattr(logger, "print", lambda text, **_: said.append(text), raising=False)
+class EnoughSaid(Exception):
+    pass
+
+
+def wait_for_three_lines(said):
+    while len(said) < 3:
+        time.sleep(0.01)
+
+
+def match_without_end(said):
+    """A regular expression that takes some centuries, and holds on to the interpreter."""
+    with pytest.raises(EnoughSaid):
+        re.match(r"(a+)+$", "a" * 60 + "b")
+
+
+@pytest.mark.parametrize("hang", [wait_for_three_lines, match_without_end])
+def test_a_reward_that_does_not_answer_is_named_with_its_question_again_and_again_and_no_other_is(hang, monkeypatch):
+    said, this_thread = [], threading.get_ident()
+
+    def hear(line, **_):
+        said.append(line)
+        if len(said) == 3 and hang is match_without_end:
+            signal.pthread_kill(this_thread, signal.SIGUSR1)
+
+    def enough(*_):
+        raise EnoughSaid
+
+    monkeypatch.setattr(logger, "print", hear, raising=False)
     monkeypatch.setattr(logger, "SECONDS_FOR_A_REWARD", 0.2)
+    before = signal.signal(signal.SIGUSR1, enough)
     rows = [{"prompt": f"question {i}\nof three"} for i in range(3)]
 
     def reward_function(completion, row):
-        while row is rows[1] and len(said) < 3:
-            time.sleep(0.01)
+        if row is rows[1]:
+            hang(said)
         return {"right": 1.0}
 
     trajectories = [main.Trajectory(row, [], [0], "", False) for row in rows]
     main.score(trajectories, SimpleNamespace(reward_function=reward_function, REWARD_WEIGHTS={"right": 1.0}, SOLVED="right"), make_config())
+    signal.signal(signal.SIGUSR1, before)
     assert [trajectory.reward for trajectory in trajectories] == [1.0] * 3
-    assert len(said) == 3 and all("the question: question 1 of three" in line and "rank 0" in line and __file__ in line for line in said)
+    assert len(said) >= 3 and all("the question: question 1 of three" in line and "rank 0" in line for line in said)
+    assert all(f"of {__file__}" in line or f"of {re.__file__}" in line for line in said)
     waited = [float(re.search(r"not answered for (\d+) s", line)[1]) for line in said]
     assert waited == sorted(waited)
 
