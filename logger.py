@@ -342,16 +342,16 @@ def name_slow_rewards(config, rank: int):
                       f"waits for it (rank {rank}, at line {place.lineno} of {place.filename}); the question: "
                       f"{_shorten(' '.join(row['prompt'].split()))}", flush=True)
 
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
     # A regular expression that never ends lets no other thread run, but it heeds signals: this one lets the watcher speak.
     handler = signal.signal(signal.SIGVTALRM, lambda *_: None)
     signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS_FOR_A_REWARD / 10, SECONDS_FOR_A_REWARD / 10)
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
     try:
         yield grades
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, handler)
+        signal.signal(signal.SIGVTALRM, handler or signal.SIG_DFL)
         over.set()
         watcher.join()
 

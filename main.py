@@ -1253,10 +1253,17 @@ def stop_signals(run: Run, store: dist.Store):
         finally:
             os._exit(128 + number)
 
+    def forget() -> None:
+        """In a process that a reward forks, though it should not: its signals are not ours."""
+        signal.set_wakeup_fd(-1)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     handlers = {number: signal.signal(number, lambda *_: None) for number in heeded}
     signal.set_wakeup_fd(pipe_in)
+    os.register_at_fork(after_in_child=forget)
     try:
         yield
     except UserError:
@@ -1268,9 +1275,7 @@ def stop_signals(run: Run, store: dist.Store):
     finally:
         if stopping.is_set():
             watcher.join()  # never returns: the watcher ends the process
-        signal.set_wakeup_fd(-1)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        forget()
         os.write(pipe_in, b"\0")  # lets the watcher go
         watcher.join()
         os.close(pipe_in)

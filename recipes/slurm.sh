@@ -17,7 +17,7 @@ set -u
 cd "$SLURM_SUBMIT_DIR"
 export PATH="$PWD/.venv/bin:$PATH"
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or a machine that has failed could not join again by itself
-port=$((10000 + SLURM_JOB_ID % 50000))  # another for each job, as two may share a machine
+port=$((10000 + SLURM_JOB_ID % 20000))  # another for each job, as two may share a machine
 first_machine=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
 # SIGTERM comes with a preemption, and 120 seconds before the time is up. The trainer saves its last step if 20 seconds

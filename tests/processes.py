@@ -34,7 +34,6 @@ class Result(NamedTuple):
     codes: list[int]
     stdout: str
     stderr: str
-    said: list[str]  # stderr of each rank
 
 
 def ranks(num_ranks: int, work, *arguments, cwd: Path = ROOT, **environment) -> Result:
@@ -50,14 +49,15 @@ def ranks(num_ranks: int, work, *arguments, cwd: Path = ROOT, **environment) -> 
         processes = [context.Process(target=_rank, args=(
             {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd, own, (work.__module__, work.__name__), arguments))
             for rank, own in enumerate(outputs)]
-        for process in processes:
-            process.start()
-        pids = [process.pid for process in processes]
+        pids: list[int] = []
         with stacks_on_the_way_out(pids, [path for own in outputs for path in own]):
+            for process in processes:
+                process.start()
+                pids.append(process.pid)
             first = _wait_as_torchrun_does(processes)
         texts = [[path.read_text(errors="replace") if path.exists() else "" for path in own] for own in outputs]
     stdout, stderr = ("".join(stream) for stream in zip(*texts))
-    return Result(first, [process.exitcode for process in processes], stdout, stderr, [said for _, said in texts])
+    return Result(first, [process.exitcode for process in processes], stdout, stderr)
 
 
 def _rank(environment: dict, cwd: Path, outputs: list[Path], work: tuple[str, str], arguments: tuple) -> None:
@@ -87,7 +87,8 @@ def _wait_as_torchrun_does(processes: list) -> int:
         if end and time.monotonic() > end:
             for process in waiting:
                 process.kill()
-        wait([process.sentinel for process in waiting], timeout=1)
+        if waiting:
+            wait([process.sentinel for process in waiting], timeout=1)
     return first
 
 

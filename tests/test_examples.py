@@ -218,7 +218,7 @@ def test_a_reward_that_does_not_answer_is_named_with_its_question_again_and_agai
         raise EnoughSaid
 
     monkeypatch.setattr(logger, "print", hear, raising=False)
-    monkeypatch.setattr(logger, "SECONDS_FOR_A_REWARD", 0.2)
+    monkeypatch.setattr(logger, "SECONDS_FOR_A_REWARD", 1.0)
     before = signal.signal(signal.SIGUSR1, enough)
     rows = [{"prompt": f"question {i}\nof three"} for i in range(3)]
 

@@ -45,7 +45,7 @@ def ranks_and_arguments(line: str) -> tuple[int, tuple[str, ...]]:
 
 @pytest.mark.parametrize(("num_ranks", "arguments"), sorted(set(map(ranks_and_arguments, TRAINING))), ids=str)
 def test_every_command_that_trains_does_so_with_the_keys_it_shows(num_ranks, arguments, tmp_path):
-    """In a small form; that torchrun starts ranks as these are is tested elsewhere."""
+    """In a small form, on ranks as torchrun starts them; a real one does in test_run.py."""
     shown, small = dict(word.split("=", 1) for word in arguments if "=" in word), [*SMALL, f"run.dir={tmp_path}"]
     if shown.get("task.name") == "sums.py":
         (tmp_path / "sums.py").write_text(re.search(r"```python\n(# sums\.py.*?)```", README, re.DOTALL)[1])

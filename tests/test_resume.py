@@ -121,11 +121,11 @@ def test_a_run_that_torchrun_starts_again_and_that_is_then_stopped_equals_the_un
     expected = uninterrupted(2, tmp_path / "whole", *steps)
     folder = tmp_path / "interrupted"
     folder.mkdir()
-    strikes = [{"rank": 1, "point": "sampling", "passing": 3, "how": "kill"},
+    strikes = [{"rank": 1, "point": "sampling", "passing": 3, "how": "kill"}, {"rank": 0, "point": "learning", "passing": 1, "how": "kill"},
                {"rank": 1, "point": "sampling", "passing": 2, "how": "stop"}]  # rank 0 waits in a collective
     result = torchrun(2, "tests/interrupted_worker.py", json.dumps(strikes), folder, *SMALL, *steps, f"run.dir={folder}",
-                      torchrun_options=["--max-restarts=1"])
-    assert len(struck(folder)) == 2 and "step-000002\n" in result.stdout, result.stderr
+                      torchrun_options=["--max-restarts=2"])
+    assert len(struck(folder)) == 3 and "step-000002\n" in result.stdout, result.stderr
     assert_stopped(result, folder, saved=3)
     result = interrupted(2, {}, folder, *steps)
     assert result.returncode == 0 and "step-000003\n" in result.stdout, result.stderr

@@ -1,4 +1,4 @@
-"""Whole runs of main.py under torchrun: what they leave behind, what they say, and what must not change from one to another."""
+"""Whole runs of main.py: what they leave behind, what they say, and what must not change from one to another."""
 
 import json
 import random
@@ -21,8 +21,8 @@ SHORT = ["training.max_steps=3", "training.max_new_gen_tokens=24", "training.num
 TIMES = {"tokens_per_second", "seconds/sample", "seconds/learn", "memory_gb"}
 
 
-def run(num_ranks, folder, *more):
-    result = ranks(num_ranks, run_main, *SHORT, f"run.dir={folder}", "run.name=a", *more)
+def run(num_ranks, folder, *more, start=lambda num_ranks, *arguments: ranks(num_ranks, run_main, *arguments)):
+    result = start(num_ranks, *SHORT, f"run.dir={folder}", "run.name=a", *more)
     assert result.returncode == 0, result.stderr
     return result, folder / "a"
 
@@ -34,7 +34,8 @@ def training_steps(folder):
 
 
 def test_a_run_of_two_ranks_leaves_everything_it_promises(tmp_path):
-    result, folder = run(2, tmp_path, "logging.mlflow=false", "validation.every=2")
+    result, folder = run(2, tmp_path, "logging.mlflow=false", "validation.every=2",
+                         start=lambda num_ranks, *arguments: torchrun(num_ranks, "main.py", *arguments))
     entries = read_jsonl(folder / "metrics.jsonl")
     assert [(entry["step"], "reward" in entry) for entry in entries] == [
         (0, False), (1, True), (2, True), (2, False), (3, True), (3, False)]

@@ -84,4 +84,5 @@ def test_a_wrong_formula_is_noticed(what, tmp_path):
     (tmp_path / "main.py").write_text(source.replace(right, wrong))
     result = ranks(1, run_tests_of, tmp_path, str(tmp_path / "tests" / test), cwd=tmp_path)
     assert result.returncode == 1 and re.search(r"^1 failed", result.stdout, re.MULTILINE), result.stdout + result.stderr
-    assert re.search(r"^E +(assert |AssertionError)", result.stdout, re.MULTILINE), result.stdout
+    assert re.search(r"^E +(assert |AssertionError)", result.stdout, re.MULTILINE) and "returncode" not in "".join(
+        re.findall(r"^E .*", result.stdout, re.MULTILINE)), result.stdout
