@@ -27,7 +27,7 @@ import logger
 import main
 
 torch.set_num_threads(1)
-SECONDS, SECONDS_OF_SOAKING = 300, 1500  # for one test: what only a hang takes, on a slow and busy machine too
+SECONDS, SECONDS_OF_SOAKING = 600, 1500  # for one test: what only a hang takes, on a slow and busy machine too
 VOCABULARY = 24
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "eos_token_id": 0, "bos_token_id": 1,
