@@ -122,12 +122,12 @@ def stacks_on_the_way_out(pids: list[int], outputs):
         for pid in pids:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process = psutil.Process(pid)
-                family += [*process.children(recursive=True), process]
+                family += [process, *process.children(recursive=True)]
         for deadly in (signal.SIGABRT, signal.SIGKILL):
-            for process in family:
+            for process in family:  # one by one, since they may write to one file, and parents first, or they might go on and end
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.send_signal(deadly)
-            _, family = psutil.wait_procs(family, timeout=10)
+                psutil.wait_procs([process], timeout=3)
         for path in outputs:
             if Path(path).exists() and (said := Path(path).read_text(errors="replace")):
                 print(f"---------- {Path(path).name}\n{said}")
