@@ -1,4 +1,5 @@
-"""What the measurements share: a run of main.py without its folder, models of any shape with random weights, and a printed table."""
+"""What the measurements share: a run of main.py without its folder, models of any shape with random
+weights, and a printed table."""
 
 import contextlib
 import json
@@ -16,21 +17,27 @@ import main
 
 # As published; random weights of these shapes cost what the real ones cost.
 SHAPES = {
-    "qwen2.5-3b": {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
-                   "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True},
-    "qwen2.5-1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
-                     "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True},
-    "qwen2.5-0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
-                     "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True},
-    "qwen2.5-head": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 2, "num_attention_heads": 14,
-                     "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True},
-    "small": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4,
-              "num_key_value_heads": 2, "vocab_size": 8192, "tie_word_embeddings": True},
+    "qwen2.5-3b": {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
+                   "num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 151_936,
+                   "tie_word_embeddings": True},
+    "qwen2.5-1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+                     "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151_936,
+                     "tie_word_embeddings": True},
+    "qwen2.5-0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+                     "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151_936,
+                     "tie_word_embeddings": True},
+    "qwen2.5-head": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 2,
+                     "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151_936,
+                     "tie_word_embeddings": True},
+    "small": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 8192,
+              "tie_word_embeddings": True},
 }
 
 
 class SilentLog:
-    """In place of logger.Logger: shows and writes nothing, and keeps the metrics of the last step."""
+    """In place of logger.Logger: shows and writes nothing, and keeps the metrics of the last
+    step."""
 
     folder = Path("runs/not-written")
 
@@ -43,10 +50,12 @@ class SilentLog:
 
 
 def model_of_shape(shape: str):
-    """For main.load_model: random weights, and the tokenizer of tiny/, of whose 274 tokens such a model hardly ever draws one."""
+    """For main.load_model: random weights, and the tokenizer of tiny/, of whose 274 tokens such a
+    model hardly ever draws one."""
     def load_model(config, device):
         tokenizer = transformers.AutoTokenizer.from_pretrained(main.HERE / "tiny" / "model")
-        model_config = transformers.Qwen2Config(**SHAPES[shape], max_position_embeddings=32_768, eos_token_id=tokenizer.eos_token_id)
+        model_config = transformers.Qwen2Config(
+            **SHAPES[shape], max_position_embeddings=32_768, eos_token_id=tokenizer.eos_token_id)
         dtype = torch.bfloat16 if config.model.precision == "bfloat16" else torch.float32
         torch.manual_seed(0)
         with device:
@@ -69,7 +78,8 @@ def make_run(arguments: list[str], shape: str | None = None) -> main.Run:
     """What main.main would train. With a `shape`, its random weights and random rewards."""
     device, _ = main.setup_distributed()
     config = main.load_config(arguments)
-    config.model.precision = config.model.precision or ("mixed" if device.type == "cuda" else "float32")
+    config.model.precision = (config.model.precision
+                              or ("mixed" if device.type == "cuda" else "float32"))
     if shape:
         main.load_model, main.score = model_of_shape(shape), random_rewards
     return main.prepare(config, device, SilentLog())
@@ -96,15 +106,17 @@ def finish(result: dict) -> None:
     main.leave(0)
 
 
-# ---------------------------------------------------------------- what the machine can do, and what a step asks of it
+# ---------------------------------------------- what the machine can do, and what a step asks of it
 
 def ceilings(device, dtype) -> tuple[float, float]:
-    """Matrix multiply rate in FLOP/s and copy bandwidth in bytes/s, on all ranks at the same time, as they run in a step."""
+    """Matrix multiply rate in FLOP/s and copy bandwidth in bytes/s, on all ranks at the same time,
+    as they run in a step."""
     size, megabytes = (8192, 4096) if device.type == "cuda" else (1536, 256)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     source = torch.empty(megabytes * 2**20, dtype=torch.uint8, device=device).fill_(1)
     target = torch.empty_like(source)
-    return (2 * size**3 / fastest(lambda: torch.mm(a, b), device), 2 * source.numel() / fastest(lambda: target.copy_(source), device))
+    return (2 * size**3 / fastest(lambda: torch.mm(a, b), device),
+            2 * source.numel() / fastest(lambda: target.copy_(source), device))
 
 
 def fastest(work, device, times: int = 5) -> float:
@@ -120,42 +132,52 @@ def fastest(work, device, times: int = 5) -> float:
 
 
 def body_and_head(model) -> tuple[int, int]:
-    """Weights that every token meets, and those of the vocabulary projection, which only completion tokens meet."""
+    """Weights that every token meets, and those of the vocabulary projection, which only completion
+    tokens meet."""
     head = model.get_output_embeddings().weight.numel()
-    embeddings = {id(module.weight): module.weight.numel() for module in (model.get_input_embeddings(), model.get_output_embeddings())}
-    return sum(parameter.numel() for parameter in model.parameters()) - sum(embeddings.values()), head
+    embeddings = {id(module.weight): module.weight.numel()
+                  for module in (model.get_input_embeddings(), model.get_output_embeddings())}
+    return (sum(parameter.numel() for parameter in model.parameters()) - sum(embeddings.values()),
+            head)
 
 
 def learning_flops(model, trajectories) -> float:
-    """Forward and backward over what there is to learn from, each prompt read once: no padding, nothing computed twice."""
+    """Forward and backward over what there is to learn from, each prompt read once: no padding,
+    nothing computed twice."""
     body, head = body_and_head(model)
     width, layers = model.config.hidden_size, model.config.num_hidden_layers
     learned = [trajectory for trajectory in trajectories if trajectory.advantage != 0]
     prompts = {tuple(trajectory.prompt_ids) for trajectory in learned}
-    spans = [(0, len(prompt)) for prompt in prompts] + [(len(t.prompt_ids), t.length) for t in learned]
+    spans = ([(0, len(prompt)) for prompt in prompts]
+             + [(len(t.prompt_ids), t.length) for t in learned])
     tokens = sum(last - first for first, last in spans)
     attended = sum((last * (last + 1) - first * (first + 1)) / 2 for first, last in spans)
-    return 3 * (2 * body * tokens + 2 * head * sum(len(t.completion_ids) for t in learned) + 4 * width * layers * attended)
+    return 3 * (2 * body * tokens + 2 * head * sum(len(t.completion_ids) for t in learned)
+                + 4 * width * layers * attended)
 
 
 def sampling_floors(model, trajectories, max_rows: int) -> tuple[float, float]:
-    """Bytes that have to be read and FLOP that have to be done to sample these: the weights once a token for all rows of a call, each
-    row's keys and values once a token."""
+    """Bytes that have to be read and FLOP that have to be done to sample these: the weights once a
+    token for all rows of a call, each row's keys and values once a token."""
     config = model.config
     body, head = body_and_head(model)
     size = next(model.parameters()).element_size()
-    head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_width = (getattr(config, "head_dim", None)
+                  or config.hidden_size // config.num_attention_heads)
     cache_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * head_width * size
     calls = [trajectories[i:i + max_rows] for i in range(0, len(trajectories), max_rows)]
     steps = sum(max(len(t.completion_ids) for t in call) for call in calls)
     tokens = sum(len(t.completion_ids) for t in trajectories)
-    attended = sum((t.length * (t.length + 1) - len(t.prompt_ids) * (len(t.prompt_ids) + 1)) / 2 for t in trajectories)
+    attended = sum((t.length * (t.length + 1) - len(t.prompt_ids) * (len(t.prompt_ids) + 1)) / 2
+                   for t in trajectories)
     return (steps * (body + head) * size + attended * cache_bytes,
-            2 * (body + head) * tokens + 4 * config.hidden_size * config.num_hidden_layers * attended)
+            2 * (body + head) * tokens
+            + 4 * config.hidden_size * config.num_hidden_layers * attended)
 
 
 def peak_memory(run, reset: bool) -> float:
-    """Of this rank since the last reset, in GB: its tensors on a GPU, the whole process on Linux."""
+    """Of this rank since the last reset, in GB: its tensors on a GPU, the whole process on
+    Linux."""
     if run.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated()
         if reset:
@@ -164,7 +186,8 @@ def peak_memory(run, reset: bool) -> float:
     status = Path("/proc/self/status")
     if not status.exists():
         return float("nan")
-    peak = next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    peak = next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines()
+                if line.startswith("VmHWM"))
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
     return peak / 1e9

@@ -2,12 +2,16 @@
 
     .venv/bin/python bench/step.py                                         the default on one rank
     .venv/bin/torchrun --nproc-per-node=2 bench/step.py training.seed=1    any ranks, any keys
-    .venv/bin/python bench/step.py --shape qwen2.5-3b --endless training.num_samples_per_step=32 'training.k_best_of_n=[16,16]' \\
-        training.max_new_gen_tokens=1024 training.tokens_per_micro_batch=16384 model.gradient_checkpointing=true   for a GPU of 80 GB
+    .venv/bin/python bench/step.py --shape qwen2.5-3b --endless \
+        training.num_samples_per_step=32 'training.k_best_of_n=[16,16]' \\
+        training.max_new_gen_tokens=1024 training.tokens_per_micro_batch=16384 \
+        model.gradient_checkpointing=true   for a GPU of 80 GB
 
-Sampling is held against its floor: reading the weights once a token and every row's keys and values, at the bandwidth measured in the
-same run, or the arithmetic at the matrix rate, whichever takes longer. Learning is held against the matrix rate. `reduce` is the time that
-adding up a gradient over the ranks takes once all have it; where it overlaps with the backward pass, a step pays less."""
+Sampling is held against its floor: reading the weights once a token and every row's keys and
+values, at the bandwidth measured in the same run, or the arithmetic at the matrix rate, whichever
+takes longer. Learning is held against the matrix rate. `reduce` is the time that adding up a
+gradient over the ranks takes once all have it; where it overlaps with the backward pass, a step
+pays less."""
 
 import argparse
 
@@ -28,25 +32,32 @@ from harness import (
 
 
 def plain_generate(model, rows, generation_config, max_new_tokens, progress):
-    """In place of main.generate_completions: every row reads its own prompt, and none leaves before the last has ended."""
+    """In place of main.generate_completions: every row reads its own prompt, and none leaves before
+    the last has ended."""
     time = max(map(len, rows))
     generation_config.max_new_tokens = max_new_tokens
     ids = torch.tensor([[0] * (time - len(row)) + row for row in rows], device=model.device)
-    mask = torch.tensor([[0] * (time - len(row)) + [1] * len(row) for row in rows], device=model.device)
-    new_ids = model.generate(ids, attention_mask=mask, generation_config=generation_config)[:, time:].tolist()
-    stops = [next((i + 1 for i, token in enumerate(row) if token in generation_config.eos_token_id), None) for row in new_ids]
+    mask = torch.tensor([[0] * (time - len(row)) + [1] * len(row) for row in rows],
+                        device=model.device)
+    new_ids = model.generate(ids, attention_mask=mask,
+                             generation_config=generation_config)[:, time:].tolist()
+    stops = [next((i + 1 for i, token in enumerate(row)
+                   if token in generation_config.eos_token_id), None) for row in new_ids]
     return [row[:stop] for row, stop in zip(new_ids, stops)]
 
 
 def plain_forward(self, prompt_ids, prompt_mask, passes):
-    """In place of main.Policy.forward: every row reads its own prompt, and all logits are there at once, in float32."""
+    """In place of main.Policy.forward: every row reads its own prompt, and all logits are there at
+    once, in float32."""
     logprobs, entropies = [], []
     for rows, completion_ids, completion_mask in passes:
         ids = torch.cat([prompt_ids[rows], completion_ids], 1)
         mask = torch.cat([prompt_mask[rows], completion_mask], 1)
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=self.mixed):
-            logits = self.model(input_ids=ids, attention_mask=mask, position_ids=main.positions(mask), use_cache=False).logits
-        every = (logits[:, -completion_ids.shape[1] - 1:-1].float() / self.temperature).log_softmax(-1)
+            logits = self.model(input_ids=ids, attention_mask=mask,
+                                position_ids=main.positions(mask), use_cache=False).logits
+        every = (logits[:, -completion_ids.shape[1] - 1:-1].float()
+                 / self.temperature).log_softmax(-1)
         logprobs.append(every.gather(-1, completion_ids[..., None])[..., 0][completion_mask])
         entropies.append(-(every.detach().exp() * every.detach()).sum(-1)[completion_mask])
     return torch.cat(logprobs), torch.cat(entropies)
@@ -54,8 +65,8 @@ def plain_forward(self, prompt_ids, prompt_mask, passes):
 
 def seconds_to_reduce(run) -> float:
     """One sum of the whole gradient over the ranks, when all are ready for it."""
-    gradient = torch.zeros(sum(parameter.numel() for parameter in run.model.parameters()), device=run.device,
-                           dtype=next(run.model.parameters()).dtype)
+    gradient = torch.zeros(sum(parameter.numel() for parameter in run.model.parameters()),
+                           device=run.device, dtype=next(run.model.parameters()).dtype)
     seconds = []
     for _ in range(4):
         synchronise(run)
@@ -67,8 +78,10 @@ def seconds_to_reduce(run) -> float:
 
 
 def measure(run, steps: int, warm_up: int = 1) -> dict:
-    """Medians over `steps` of what each phase takes, on rank 0, and its share of what the machine can do."""
-    phases: dict[str, list[float]] = {"sample": [], "learn": [], "step": [], "sample_memory_gb": [], "learn_memory_gb": []}
+    """Medians over `steps` of what each phase takes, on rank 0, and its share of what the machine
+    can do."""
+    phases: dict[str, list[float]] = {"sample": [], "learn": [], "step": [],
+                                      "sample_memory_gb": [], "learn_memory_gb": []}
     seen = {}
 
     def remember(name, key):
@@ -83,9 +96,11 @@ def measure(run, steps: int, warm_up: int = 1) -> dict:
         setattr(main, name, call)
         return original
 
-    originals = {"sample_trajectories": remember("sample_trajectories", "sample"), "policy_gradient": remember("policy_gradient", "learn")}
+    originals = {"sample_trajectories": remember("sample_trajectories", "sample"),
+                 "policy_gradient": remember("policy_gradient", "learn")}
     floors = {"sample": [], "learn": []}
-    flops, bandwidth = ceilings(run.device, torch.float32 if run.config.model.precision == "float32" else torch.bfloat16)
+    flops, bandwidth = ceilings(
+        run.device, torch.float32 if run.config.model.precision == "float32" else torch.bfloat16)
     for i in range(warm_up + steps):
         synchronise(run)
         started = main.time.perf_counter()
@@ -104,9 +119,12 @@ def measure(run, steps: int, warm_up: int = 1) -> dict:
     for name, original in originals.items():
         setattr(main, name, original)
     result = {name: median(values) for name, values in phases.items()}
-    result |= {f"{phase}_share_of_ceiling": median(floor / spent for floor, spent in zip(floors[phase], phases[phase])) for phase in floors}
+    result |= {f"{phase}_share_of_ceiling": median(
+                   floor / spent for floor, spent in zip(floors[phase], phases[phase]))
+               for phase in floors}
     tokens = sum(len(trajectory.completion_ids) for trajectory in seen["sample"])
-    return {**result, "reduce": seconds_to_reduce(run), "tokens_per_second": tokens / result["step"] * main.WORLD_SIZE,
+    return {**result, "reduce": seconds_to_reduce(run),
+            "tokens_per_second": tokens / result["step"] * main.WORLD_SIZE,
             "matmul_gflops": flops / 1e9, "bandwidth_gb_per_second": bandwidth / 1e9}
 
 
@@ -114,9 +132,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", help="random weights of a published shape, and random rewards")
     parser.add_argument("--endless", action="store_true", help="all answers run to the limit")
-    parser.add_argument("--plain", action="store_true", help="the same work with plain generate and all logits at once")
+    parser.add_argument("--plain", action="store_true",
+                        help="the same work with plain generate and all logits at once")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("keys", nargs="*", help="section.key=value, or --config files, as for main.py")
+    parser.add_argument("keys", nargs="*",
+                        help="section.key=value, or --config files, as for main.py")
     options, more = parser.parse_known_intermixed_args()
     if options.endless:
         never_stop()
@@ -125,10 +145,13 @@ if __name__ == "__main__":
     run = make_run([*more, *options.keys], options.shape)
     result = measure(run, options.steps)
     for phase in ("sample", "learn"):
-        say(f"{phase:<8} {result[phase]:8.3f} s   {result[f'{phase}_share_of_ceiling']:6.1%} of the ceiling   "
+        say(f"{phase:<8} {result[phase]:8.3f} s   "
+            f"{result[f'{phase}_share_of_ceiling']:6.1%} of the ceiling   "
             f"peak {result[f'{phase}_memory_gb']:6.2f} GB")
-    say(f"reduce   {result['reduce']:8.3f} s   {result['reduce'] / result['step']:6.1%} of a step if nothing overlapped")
-    say(f"step     {result['step']:8.3f} s   {result['tokens_per_second']:8,.0f} completion tokens/s on {main.WORLD_SIZE} ranks   "
-        f"machine: {result['matmul_gflops']:,.0f} GFLOP/s, {result['bandwidth_gb_per_second']:,.0f} GB/s a rank")
+    say(f"reduce   {result['reduce']:8.3f} s   {result['reduce'] / result['step']:6.1%} of a step "
+        "if nothing overlapped")
+    say(f"step     {result['step']:8.3f} s   {result['tokens_per_second']:8,.0f} completion "
+        f"tokens/s on {main.WORLD_SIZE} ranks   machine: {result['matmul_gflops']:,.0f} GFLOP/s, "
+        f"{result['bandwidth_gb_per_second']:,.0f} GB/s a rank")
     finish({"ranks": main.WORLD_SIZE, "plain": options.plain, "shape": options.shape,
             **{key: round(value, 4) for key, value in result.items()}})

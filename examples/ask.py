@@ -1,7 +1,9 @@
 """Asks a trained model, and says what the grader thinks of each of its answers.
 
-    .venv/bin/python examples/ask.py 3 7 25 = 68                              best/ of the newest run
-    .venv/bin/python examples/ask.py --model tiny/model --answers 8 3 7 25 = 68      any model, here the one before training
+    .venv/bin/python examples/ask.py 3 7 25 = 68
+        best/ of the newest run
+    .venv/bin/python examples/ask.py --model tiny/model --answers 8 3 7 25 = 68
+        any model, here the one before training
 """
 
 import argparse
@@ -23,16 +25,20 @@ import main
 def newest_best() -> Path:
     found = sorted(Path("runs").glob("*/best"), key=lambda path: path.stat().st_mtime)
     if not found:
-        raise main.UserError("no run in runs/ has a best/ yet: train first, or name a model with --model")
+        raise main.UserError("no run in runs/ has a best/ yet: train first, or name a model with "
+                             "--model")
     return found[-1]
 
 
 def read_question(words: list[str]) -> dict:
     *numbers, equals, target = words if len(words) > 3 else [*words, "", ""]
-    if equals != "=" or not all(word.isdigit() for word in numbers) or not target.lstrip("-").isdigit():
-        raise main.UserError(f"{' '.join(words)!r}: write two or more numbers, = and the number to make of them, like 3 7 25 = 68")
+    if (equals != "=" or not all(word.isdigit() for word in numbers)
+            or not target.lstrip("-").isdigit()):
+        raise main.UserError(f"{' '.join(words)!r}: write two or more numbers, = and the number to "
+                             "make of them, like 3 7 25 = 68")
     nums = [int(number) for number in numbers]
-    return {"nums": nums, "target": int(target), "prompt": countdown.generate_prompt(nums, int(target))}
+    return {"nums": nums, "target": int(target),
+            "prompt": countdown.generate_prompt(nums, int(target))}
 
 
 def verdict(answer: main.Trajectory) -> str:
@@ -40,18 +46,22 @@ def verdict(answer: main.Trajectory) -> str:
         return f"cut off after {len(answer.completion_ids)} tokens"
     if countdown.reward_function(answer.completion, answer.row)["answer"] == 1.0:
         return "right"
-    said = answer.completion.rpartition("<answer>")[2].partition("</answer>")[0].strip() if "<answer>" in answer.completion else ""
+    said = (answer.completion.rpartition("<answer>")[2].partition("</answer>")[0].strip()
+            if "<answer>" in answer.completion else "")
     value = countdown.evaluate_expression(said.partition("=")[0])
     if value is None:
         return "wrong: no answer that can be computed"
-    if (used := sorted(map(int, re.findall(r"\d+", said.partition("=")[0])))) != sorted(answer.row["nums"]):
+    if ((used := sorted(map(int, re.findall(r"\d+", said.partition("=")[0]))))
+            != sorted(answer.row["nums"])):
         return f"wrong: it uses {', '.join(map(str, used))}"
-    return f"wrong: {said} makes {value}" if value != answer.row["target"] else "wrong: right, but not written as asked"
+    return (f"wrong: {said} makes {value}" if value != answer.row["target"]
+            else "wrong: right, but not written as asked")
 
 
 def ask(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, help="a folder, or a hub id; otherwise best/ of the newest run in runs/")
+    parser.add_argument("--model", type=Path,
+                        help="a folder, or a hub id; otherwise best/ of the newest run in runs/")
     parser.add_argument("--answers", type=int, default=4)
     parser.add_argument("question", nargs="+", help="numbers, =, and the number to make of them")
     options = parser.parse_args(arguments)
@@ -59,16 +69,21 @@ def ask(arguments: list[str]) -> int:
     try:
         row = read_question(options.question)
         path = options.model or newest_best()
-        settings = path.resolve().parent / "config.yaml"  # of the run that best/ belongs to: how it was asked while it learned
+        # of the run that best/ belongs to: how it was asked while it learned
+        settings = path.resolve().parent / "config.yaml"
         config = main.load_config(["--config", str(settings)] if settings.exists() else [])
         adapters = path / "adapter_config.json"
-        config.model.name = json.loads(adapters.read_text())["base_model_name_or_path"] if adapters.exists() else str(path)
-        config.model.lora_rank, config.model.precision, config.model.attention, config.sampling.engine = 0, "float32", None, "generate"
-        model, tokenizer = main.load_model(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        config.model.name = (json.loads(adapters.read_text())["base_model_name_or_path"]
+                             if adapters.exists() else str(path))
+        (config.model.lora_rank, config.model.precision, config.model.attention,
+         config.sampling.engine) = 0, "float32", None, "generate"
+        model, tokenizer = main.load_model(
+            config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         if adapters.exists():
             model.load_adapter(str(path))
         main.random_stream(config.training.seed, 0, f"ask {options.question}")
-        answers = main.sample_trajectories(model, tokenizer, countdown, [row], options.answers, config, lambda *_: None)
+        answers = main.sample_trajectories(model, tokenizer, countdown, [row], options.answers,
+                                           config, lambda *_: None)
     except main.UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,5 +1,6 @@
 #!/bin/bash
-# Two machines with four GPUs each, put back into the queue whenever the job is preempted or its time is up:
+# Two machines with four GPUs each, put back into the queue whenever the job is preempted or its
+# time is up:
 #
 #     sbatch recipes/slurm.sh [--config file.yaml] [section.key=value ...]
 #
@@ -16,12 +17,14 @@
 set -u
 cd "$SLURM_SUBMIT_DIR"
 export PATH="$PWD/.venv/bin:$PATH"
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or a machine that has failed could not join again by itself
+# or a machine that has failed could not join again by itself
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 port=$((10000 + SLURM_JOB_ID % 20000))  # another for each job, as two may share a machine
 first_machine=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
-# SIGTERM comes with a preemption, and 120 seconds before the time is up. The trainer saves its last step if 20 seconds
-# are enough for that; started again, it goes on from there, or else from its last periodic checkpoint.
+# SIGTERM comes with a preemption, and 120 seconds before the time is up. The trainer saves its last
+# step if 20 seconds are enough for that; started again, it goes on from there, or else from its
+# last periodic checkpoint.
 requeue() {
     kill -TERM "$trainer"
     wait "$trainer"
@@ -30,7 +33,8 @@ requeue() {
 }
 trap requeue TERM
 
-srun torchrun --nnodes="$SLURM_NNODES" --nproc-per-node="$SLURM_GPUS_ON_NODE" --max-restarts=3 --rdzv-id="$SLURM_JOB_ID" \
-    --rdzv-backend=c10d --rdzv-endpoint="$first_machine:$port" main.py "$@" &
+srun torchrun --nnodes="$SLURM_NNODES" --nproc-per-node="$SLURM_GPUS_ON_NODE" --max-restarts=3 \
+    --rdzv-id="$SLURM_JOB_ID" --rdzv-backend=c10d --rdzv-endpoint="$first_machine:$port" \
+    main.py "$@" &
 trainer=$!
 wait "$trainer"

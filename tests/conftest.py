@@ -1,4 +1,5 @@
-"""What the tests share: a time limit for each, small random models of several architectures, made-up trajectories."""
+"""What the tests share: a time limit for each, small random models of several architectures,
+made-up trajectories."""
 
 import copy
 import functools
@@ -12,9 +13,11 @@ import sys
 from pathlib import Path
 
 # Before torch, transformers and pyarrow are imported, here and in the processes that tests start:
-os.environ["OMP_NUM_THREADS"] = "1"  # models this small lose by sharing their work, and more so beside other processes
+# models this small lose by sharing their work, and more so beside other processes
+os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow's own thread: what forks must have only one
+# pyarrow's own thread: what forks must have only one
+os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
 
 import pytest
 import torch
@@ -27,38 +30,46 @@ import logger
 import main
 
 torch.set_num_threads(1)
-SECONDS, SECONDS_OF_SOAKING = 600, 1500  # for one test: what only a hang takes, on a slow and busy machine too
+# for one test: what only a hang takes, on a slow and busy machine too
+SECONDS, SECONDS_OF_SOAKING = 600, 1500
 VOCABULARY = 24
-SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "eos_token_id": 0, "bos_token_id": 1,
-         "pad_token_id": 0}
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48,
+         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+         "max_position_embeddings": 256, "eos_token_id": 0, "bos_token_id": 1, "pad_token_id": 0}
 ARCHITECTURES = {
-    "gpt2": lambda **more: transformers.GPT2Config(**{"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4,
-                                                      "n_positions": 256, "eos_token_id": 0, "bos_token_id": 1, "resid_pdrop": 0,
-                                                      "embd_pdrop": 0, "attn_pdrop": 0, **more}),
+    "gpt2": lambda **more: transformers.GPT2Config(
+        **{"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256,
+           "eos_token_id": 0, "bos_token_id": 1, "resid_pdrop": 0, "embd_pdrop": 0,
+           "attn_pdrop": 0, **more}),
     "llama": lambda **more: transformers.LlamaConfig(**{**SIZES, **more}),
     "qwen2": lambda **more: transformers.Qwen2Config(**{**SIZES, **more}),
     # caps low enough to matter, and a window shorter than the sequences
-    "gemma2": lambda **more: transformers.Gemma2Config(**{**SIZES, "final_logit_softcapping": 4.0, "attn_logit_softcapping": 1.0,
-                                                          "sliding_window": 8, **more}),
+    "gemma2": lambda **more: transformers.Gemma2Config(
+        **{**SIZES, "final_logit_softcapping": 4.0, "attn_logit_softcapping": 1.0,
+           "sliding_window": 8, **more}),
 }
 
 
-def make_model(architecture: str = "qwen2", dtype: torch.dtype = torch.float32, spread: float = 0.08, **more):
-    """Random weights. The usual initialisation gives nearly equal logits, which hide mistakes. These differ as much as they can
-    without rounding in float32 growing from layer to layer; with a larger `spread` some tokens are by far the likeliest."""
+def make_model(architecture: str = "qwen2", dtype: torch.dtype = torch.float32,
+               spread: float = 0.08, **more):
+    """Random weights. The usual initialisation gives nearly equal logits, which hide mistakes.
+    These differ as much as they can without rounding in float32 growing from layer to layer; with a
+    larger `spread` some tokens are by far the likeliest."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(ARCHITECTURES[architecture](**more), dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_config(ARCHITECTURES[architecture](**more),
+                                                          dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0.0, spread)
-    return model.to(dtype).eval()  # drawn in float32 whatever the type, so that all types mean the same model
+    # drawn in float32 whatever the type, so that all types mean the same model
+    return model.to(dtype).eval()
 
 
 def make_config(**overrides):
     """config.yaml with keys changed; dots written as two underscores: training__seed=1."""
-    return copy.deepcopy(load_config(*(f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in overrides.items())))
+    return copy.deepcopy(load_config(*(f"{key.replace('__', '.')}={json.dumps(value)}"
+                                       for key, value in overrides.items())))
 
 
 @functools.cache  # reading YAML takes longer than most of what is tested
@@ -67,24 +78,29 @@ def load_config(*overrides):
 
 
 def make_trajectories(count: int, seed: int = 0, longest: int = 12) -> list:
-    """Random token ids of ragged lengths, some cut off. Advantages are positive, negative and 0, as after `compute_advantages`."""
+    """Random token ids of ragged lengths, some cut off. Advantages are positive, negative and 0, as
+    after `compute_advantages`."""
     stream = random.Random(seed)
     trajectories = []
     for i in range(count):
         prompt_ids = [stream.randrange(VOCABULARY) for _ in range(stream.randint(2, 9))]
         completion_ids = [stream.randrange(VOCABULARY) for _ in range(stream.randint(1, longest))]
         advantage = 0.0 if i % 4 == 3 else stream.uniform(-1, 1)
-        trajectories.append(main.Trajectory({}, prompt_ids, completion_ids, "", i % 5 == 2, advantage=advantage))
+        trajectories.append(
+            main.Trajectory({}, prompt_ids, completion_ids, "", i % 5 == 2, advantage=advantage))
     return trajectories
 
 
-def plain_loss(model, trajectories: list, B: int, L: int, temperature: float, *, normalizer: str = "max_length", clip=None,
-               old: list[list[float]] | None = None, beta: float = 0.0, reference: list[list[float]] | None = None,
+def plain_loss(model, trajectories: list, B: int, L: int, temperature: float, *,
+               normalizer: str = "max_length", clip=None, old: list[list[float]] | None = None,
+               beta: float = 0.0, reference: list[list[float]] | None = None,
                mask_truncated: bool = False) -> torch.Tensor:
-    """The loss as the papers write it, in plain loops, one unpadded sequence at a time. `old`, `reference`: log-probabilities of each token."""
+    """The loss as the papers write it, in plain loops, one unpadded sequence at a time. `old`,
+    `reference`: log-probabilities of each token."""
     total = torch.zeros((), dtype=model.dtype)
     num_tokens = sum(len(trajectory.completion_ids) for trajectory in trajectories)
-    for i, (trajectory, logprobs) in enumerate(zip(trajectories, plain_logprobs(model, trajectories, temperature))):
+    for i, (trajectory, logprobs) in enumerate(
+            zip(trajectories, plain_logprobs(model, trajectories, temperature))):
         if mask_truncated and trajectory.truncated:
             continue
         for t, logprob in enumerate(logprobs):
@@ -102,7 +118,8 @@ def plain_loss(model, trajectories: list, B: int, L: int, temperature: float, *,
             if beta:
                 against = torch.exp(reference[i][t] - logprob)
                 gain = gain - beta * (against - torch.log(against) - 1)
-            total = total + gain / {"max_length": B * L, "tokens": num_tokens, "sequence": B * len(logprobs)}[normalizer]
+            total = total + gain / {"max_length": B * L, "tokens": num_tokens,
+                                    "sequence": B * len(logprobs)}[normalizer]
     return -total
 
 
@@ -112,8 +129,9 @@ def plain_logprobs(model, trajectories: list, temperature: float) -> list[list[t
     for trajectory in trajectories:
         prompt_ids = trajectory.prompt_ids
         logits = model(torch.tensor([prompt_ids + trajectory.completion_ids])).logits[0]
-        all_logprobs.append([torch.log(torch.softmax(logits[len(prompt_ids) + t - 1] / temperature, dim=-1)[token])
-                             for t, token in enumerate(trajectory.completion_ids)])
+        all_logprobs.append(
+            [torch.log(torch.softmax(logits[len(prompt_ids) + t - 1] / temperature, dim=-1)[token])
+             for t, token in enumerate(trajectory.completion_ids)])
     return all_logprobs
 
 
@@ -122,7 +140,8 @@ def gradient(module) -> torch.Tensor:
 
 
 def clear_choices(logits: torch.Tensor) -> list[int]:
-    """The likeliest token at each position, (time, vocabulary), so much likelier than the next that no rounding can choose that."""
+    """The likeliest token at each position, (time, vocabulary), so much likelier than the next that
+    no rounding can choose that."""
     first, second = logits.topk(2).values.unbind(-1)
     assert (first - second).min() > 1e-4
     return logits.argmax(-1).tolist()
@@ -159,12 +178,14 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """A test that takes too long fails by its name, with the stack of every process that it has started: see
-    `stacks_on_the_way_out`. (Where even this cannot interrupt it, `faulthandler_timeout` of pyproject.toml does.)"""
+    """A test that takes too long fails by its name, with the stack of every process that it has
+    started: see `stacks_on_the_way_out`. (Where even this cannot interrupt it,
+    `faulthandler_timeout` of pyproject.toml does.)"""
     seconds = SECONDS_OF_SOAKING if item.get_closest_marker("soak") else SECONDS
 
     def end(*_):
-        raise pytest.fail.Exception(f"this test has not ended after {seconds} s")  # which no `except Exception` takes for its own
+        # which no `except Exception` takes for its own
+        raise pytest.fail.Exception(f"this test has not ended after {seconds} s")
 
     before = signal.signal(signal.SIGALRM, end)
     signal.setitimer(signal.ITIMER_REAL, seconds, 60)
@@ -184,7 +205,8 @@ KEPT = []
 
 
 def stay(code: int) -> int:
-    """In place of main.leave: what main.main() was called from goes on, with a group that is never freed, see there."""
+    """In place of main.leave: what main.main() was called from goes on, with a group that is never
+    freed, see there."""
     if torch.distributed.is_initialized():
         KEPT.append(torch.distributed.group.WORLD)
         torch.distributed.destroy_process_group()
@@ -195,7 +217,8 @@ DRAW_CURVES = logger.Logger._draw_curves
 
 
 def draw_nothing(log) -> None:
-    """In place of curves that no one will look at, and that take longer to draw than all the rest of a small run."""
+    """In place of curves that no one will look at, and that take longer to draw than all the rest
+    of a small run."""
     (log.folder / "curves.png").touch()
 
 
@@ -203,7 +226,8 @@ def draw_nothing(log) -> None:
 def staying(monkeypatch):
     monkeypatch.setattr(main, "leave", stay)
     monkeypatch.setattr(logger.Logger, "_draw_curves", draw_nothing)
-    monkeypatch.delenv("MLFLOW_EXPERIMENT_ID", raising=False)  # which mlflow itself sets, for processes it might start
+    # which mlflow itself sets, for processes it might start
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_ID", raising=False)
 
 
 @pytest.fixture
@@ -225,12 +249,14 @@ def one_rank():
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory):
-    """A function that saves a random model of an architecture, with the tokenizer of tiny/, and returns its folder."""
+    """A function that saves a random model of an architecture, with the tokenizer of tiny/, and
+    returns its folder."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "tiny" / "model")
 
     def save(architecture: str, **more) -> Path:
         folder = tmp_path_factory.mktemp(architecture)
-        model = make_model(architecture, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **more)
+        model = make_model(architecture, vocab_size=len(tokenizer),
+                           eos_token_id=tokenizer.eos_token_id, **more)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         return folder

@@ -1,8 +1,9 @@
 """main.py, struck at a point of its work.
 
-A strike says which rank strikes, at which point, at its how manyth passing, and how: "kill" (SIGKILL to that rank), "kill all" (to
-every rank at once, as when the power goes), "stop" (SIGTERM to all, and then this rank stays inside a C call that does not return),
-"stop and go on". As a script, which is what torchrun starts, it takes a list of them, one for each start:
+A strike says which rank strikes, at which point, at its how manyth passing, and how: "kill"
+(SIGKILL to that rank), "kill all" (to every rank at once, as when the power goes), "stop" (SIGTERM
+to all, and then this rank stays inside a C call that does not return), "stop and go on". As a
+script, which is what torchrun starts, it takes a list of them, one for each start:
 `interrupted_worker.py STRIKES FOLDER arguments...`"""
 
 import ctypes
@@ -35,11 +36,13 @@ def run_and_be_struck(strike: dict, folder: str, arguments: list[str]):
             return
         with open(folder / "struck", "a") as file:
             file.write(f"{time.time()} {point}\n")
-        others = [int((folder / f"pid-{rank}").read_text()) for rank in range(main.WORLD_SIZE) if rank != main.RANK]
+        others = [int((folder / f"pid-{rank}").read_text())
+                  for rank in range(main.WORLD_SIZE) if rank != main.RANK]
         if strike["how"].startswith("kill"):
             for pid in [*others, os.getpid()] if strike["how"] == "kill all" else [os.getpid()]:
                 os.kill(pid, signal.SIGKILL)
-        for pid in [os.getppid()] if "TORCHELASTIC_RUN_ID" in os.environ else [*others, os.getpid()]:  # torchrun tells its ranks
+        for pid in ([os.getppid()] if "TORCHELASTIC_RUN_ID" in os.environ
+                    else [*others, os.getpid()]):  # torchrun tells its ranks
             os.kill(pid, signal.SIGTERM)
         if strike["how"] == "stop":
             mutex = ctypes.create_string_buffer(64)
@@ -69,10 +72,14 @@ def run_and_be_struck(strike: dict, folder: str, arguments: list[str]):
     passing(main, "evaluate", before="evaluating")
     passing(main, "evaluation_metrics", after="evaluated")
     passing(main, "save_file", after="saving: tensors")
-    passing(logger, "_checksums", after="saving: checksums", when=lambda folder: folder.suffix == ".unfinished")
-    passing(logger, "_sync_to_disk", before="saving: synced", after="saving: renamed", when=lambda folder: folder.name == "checkpoints")
-    passing(shutil, "rmtree", before="saving: removal", after="saving: removed", when=lambda folder, *_: folder.name.startswith("step-"))
-    passing(logger, "_sync_to_disk", after="saving: best", when=lambda folder: folder.name.startswith("best-"))
+    passing(logger, "_checksums", after="saving: checksums",
+            when=lambda folder: folder.suffix == ".unfinished")
+    passing(logger, "_sync_to_disk", before="saving: synced", after="saving: renamed",
+            when=lambda folder: folder.name == "checkpoints")
+    passing(shutil, "rmtree", before="saving: removal", after="saving: removed",
+            when=lambda folder, *_: folder.name.startswith("step-"))
+    passing(logger, "_sync_to_disk", after="saving: best",
+            when=lambda folder: folder.name.startswith("best-"))
     passing(Path, "replace", after="saving: linked")
     logger.Logger._draw_curves = draw_nothing
     signal.signal(signal.SIGALRM, lambda *_: None)  # as a reward with a time limit has it
@@ -81,7 +88,8 @@ def run_and_be_struck(strike: dict, folder: str, arguments: list[str]):
 
 
 def with_a_child(function):
-    """A reward may start a process and stop it when its time is up: that must stop the child, and not the run."""
+    """A reward may start a process and stop it when its time is up: that must stop the child, and
+    not the run."""
     def replacement(*arguments):
         with subprocess.Popen(["sleep", "100"]) as child:
             child.terminate()

@@ -1,8 +1,10 @@
-"""The processes that tests start: ranks forked from one that has imported everything, and commands as a user types them.
+"""The processes that tests start: ranks forked from one that has imported everything, and commands
+as a user types them.
 
-A rank of `ranks` is there in a tenth of a second, where torchrun takes ten. It meets the others as under torchrun, in a store that
-outlives it, and once a rank has failed the others are told to end. Real torchrun is for what torchrun itself does: restarts,
-signals, exit codes, what is on the screen."""
+A rank of `ranks` is there in a tenth of a second, where torchrun takes ten. It meets the others as
+under torchrun, in a store that outlives it, and once a rank has failed the others are told to end.
+Real torchrun is for what torchrun itself does: restarts, signals, exit codes, what is on the
+screen."""
 
 import contextlib
 import faulthandler
@@ -22,9 +24,11 @@ import psutil
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-# The server that forks has imported these and nothing of ours, so each rank imports main.py with its own RANK in the environment.
-IMPORTED = ["pytest", "torch.distributed", "transformers.models.qwen2.modeling_qwen2", "transformers.models.gpt2.modeling_gpt2",
-            "transformers.models.auto.modeling_auto", "transformers.generation.utils", "datasets", "pyarrow.parquet",
+# The server that forks has imported these and nothing of ours, so each rank imports main.py with
+# its own RANK in the environment.
+IMPORTED = ["pytest", "torch.distributed", "transformers.models.qwen2.modeling_qwen2",
+            "transformers.models.gpt2.modeling_gpt2", "transformers.models.auto.modeling_auto",
+            "transformers.generation.utils", "datasets", "pyarrow.parquet",
             "matplotlib.pyplot", "peft", "mlflow"]
 SECONDS_TO_END = 30  # as long as torchrun waits after SIGTERM
 
@@ -37,17 +41,23 @@ class Result(NamedTuple):
 
 
 def ranks(num_ranks: int, work, *arguments, cwd: Path = ROOT, **environment) -> Result:
-    """`work(*arguments)` on each of so many ranks; `work` is a function at the top of a test file."""
+    """`work(*arguments)` on each of so many ranks; `work` is a function at the top of a test
+    file."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # any free port
+    # any free port
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {key: value for key, value in os.environ.items() if not key.startswith("MLFLOW")} | {
-        "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "HF_HUB_OFFLINE": "1", **environment}
+        "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+        "HF_HUB_OFFLINE": "1", **environment}
     with tempfile.TemporaryDirectory() as folder:
-        outputs = [[Path(folder, f"{stream}-{rank}") for stream in ("stdout", "stderr")] for rank in range(num_ranks)]
+        outputs = [[Path(folder, f"{stream}-{rank}") for stream in ("stdout", "stderr")]
+                   for rank in range(num_ranks)]
         processes = [context.Process(target=_rank, args=(
-            {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd, own, (work.__module__, work.__name__), arguments))
+            {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd, own,
+            (work.__module__, work.__name__), arguments))
             for rank, own in enumerate(outputs)]
         pids: list[int] = []
         with stacks_on_the_way_out(pids, [path for own in outputs for path in own]):
@@ -55,12 +65,14 @@ def ranks(num_ranks: int, work, *arguments, cwd: Path = ROOT, **environment) -> 
                 process.start()
                 pids.append(process.pid)
             first = _wait_as_torchrun_does(processes)
-        texts = [[path.read_text(errors="replace") if path.exists() else "" for path in own] for own in outputs]
+        texts = [[path.read_text(errors="replace") if path.exists() else "" for path in own]
+                 for own in outputs]
     stdout, stderr = ("".join(stream) for stream in zip(*texts))
     return Result(first, [process.exitcode for process in processes], stdout, stderr)
 
 
-def _rank(environment: dict, cwd: Path, outputs: list[Path], work: tuple[str, str], arguments: tuple) -> None:
+def _rank(environment: dict, cwd: Path, outputs: list[Path], work: tuple[str, str],
+          arguments: tuple) -> None:
     threads = os.listdir(f"/proc/{os.getppid()}/task") if os.path.exists("/proc") else [0]
     assert len(threads) == 1, "a process that has threads must not be forked"
     os.environ.clear()
@@ -92,10 +104,11 @@ def _wait_as_torchrun_does(processes: list) -> int:
     return first
 
 
-def torchrun(num_ranks: int, *arguments, torchrun_options=(), **environment) -> subprocess.CompletedProcess:
+def torchrun(num_ranks: int, *arguments, torchrun_options=(),
+             **environment) -> subprocess.CompletedProcess:
     """A script of this repository under a real torchrun, on a free port."""
-    return run(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", *torchrun_options,
-               *arguments, **environment)
+    return run(sys.executable, "-m", "torch.distributed.run", "--standalone",
+               f"--nproc-per-node={num_ranks}", *torchrun_options, *arguments, **environment)
 
 
 def run(*command, cwd: Path = ROOT, **environment) -> subprocess.CompletedProcess:
@@ -104,17 +117,20 @@ def run(*command, cwd: Path = ROOT, **environment) -> subprocess.CompletedProces
     with tempfile.TemporaryDirectory() as folder:
         outputs = Path(folder, "stdout"), Path(folder, "stderr")
         with open(outputs[0], "w") as stdout, open(outputs[1], "w") as stderr:
-            process = subprocess.Popen(list(map(str, command)), cwd=cwd, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
-                                       env={**inherited, "HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1", **environment})
+            process = subprocess.Popen(
+                list(map(str, command)), cwd=cwd,
+                stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
+                env={**inherited, "HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1", **environment})
             with stacks_on_the_way_out([process.pid], outputs):
                 process.wait()
-        return subprocess.CompletedProcess(command, process.returncode, *(path.read_text(errors="replace") for path in outputs))
+        return subprocess.CompletedProcess(command, process.returncode,
+                                           *(path.read_text(errors="replace") for path in outputs))
 
 
 @contextlib.contextmanager
 def stacks_on_the_way_out(pids: list[int], outputs):
-    """If the test ends inside, because its time is up, every process of these families says where it stands and is ended, and what
-    all have said is shown."""
+    """If the test ends inside, because its time is up, every process of these families says where
+    it stands and is ended, and what all have said is shown."""
     try:
         yield
     except BaseException:
@@ -124,7 +140,9 @@ def stacks_on_the_way_out(pids: list[int], outputs):
                 process = psutil.Process(pid)
                 family += [process, *process.children(recursive=True)]
         for deadly in (signal.SIGABRT, signal.SIGKILL):
-            for process in family:  # one by one, since they may write to one file, and parents first, or they might go on and end
+            # one by one, since they may write to one file, and parents first, or they might go on
+            # and end
+            for process in family:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.send_signal(deadly)
                 psutil.wait_procs([process], timeout=3)

@@ -1,4 +1,5 @@
-"""Settings: three layers, checked, and every mistake answered in one line that says what to write."""
+"""Settings: three layers, checked, and every mistake answered in one line
+that says what to write."""
 
 import re
 
@@ -14,7 +15,8 @@ def test_later_layers_win_over_earlier_ones(tmp_path):
     first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
     first.write_text("training: {seed: 1, max_steps: 7}\nsampling: {top_k: 5}\n")
     second.write_text("training: {seed: 2, learning_rate: 1e-5}\n")
-    config = main.load_config(["--config", str(first), "sampling.top_k=9", "--config", str(second), "data.max_rows=null"])
+    config = main.load_config(["--config", str(first), "sampling.top_k=9", "--config", str(second),
+                               "data.max_rows=null"])
     assert (config.training.seed, config.training.max_steps, config.sampling.top_k) == (2, 7, 9)
     assert config.training.learning_rate == 1e-5  # which YAML reads as text
     assert config.data.max_rows is None
@@ -30,22 +32,31 @@ def test_config_yaml_holds_every_key_with_a_comment_and_no_other():
 
 
 MISTAKES = {
-    "training.learning_rte=1": "training.learning_rate", "trainig.seed=1": "training.seed", "seed=1": "training.seed",
-    "training.seed=one": "integer", "training.seed=1.0": "integer", "training.seed=true": "integer", "training.seed=-1": "at least 0",
+    "training.learning_rte=1": "training.learning_rate", "trainig.seed=1": "training.seed",
+    "seed=1": "training.seed", "training.seed=one": "integer", "training.seed=1.0": "integer",
+    "training.seed=true": "integer", "training.seed=-1": "at least 0",
     "training.max_new_gen_tokens=0": "at least 1", "training.learning_rate=.nan": "number above 0",
     "training.learning_rate=fast": "number above 0", "training.learning_rate=0": "number above 0",
-    "training.learning_rate=.inf": "number above 0", "training.learning_rate=null": "number above 0",
-    "sampling.temperature=-1": "number above 0", "sampling.top_p=1.5": "up to 1", "training.adam_betas=[0.9]": "list of two",
-    "training.adam_betas=[0.9,1.0]": "below 1", "model.precision=fp8": "mixed or bfloat16 or float32 or null",
-    "data.prompt_style=poem": "base or chat", "logging.mlflow=1": "true or false", "run.name=5": "quotes",
-    "training.k_best_of_n=8": "list", "training.k_best_of_n=[8]": "list of two", "training.k_best_of_n=[4,8]": "[G, G]",
-    "training.k_best_of_n=[1,1]": "[G, G]", "training.k_best_of_n=[a,b]": "integer", "training.k_best_of_n=[0,0]": "at least 1",
-    "training.clip=0.2": "list", "training.clip=[0.2]": "list of two", "training.clip=[0,0.2]": "above 0", "training.kl_beta=-1": "at least 0",
-    "training.scale_rewards=std": "none or group", "training.loss_normalizer=mean": "max_length or tokens or sequence",
-    "training.updates_per_batch=0": "at least 1", "task.reward_weights=answer": "names with a number each", "model.lora_rank=-1": "at least 0",
-    "task.reward_weights={answer: much}": "a number", "task.reward_weights={}": "names with a number each", "model.lora_targets=q_proj": "list",
-    "data.max_prompt_tokens=0": "at least 1", "training.learning_type=sil": "[k, n]", "training.learning_type=ppo": "grpo or sil", "word": "section.key=value",
-    "--fast": "usage", "training.seed=[": "not YAML", "training={seed: 1}": "no such key",
+    "training.learning_rate=.inf": "number above 0",
+    "training.learning_rate=null": "number above 0",
+    "sampling.temperature=-1": "number above 0", "sampling.top_p=1.5": "up to 1",
+    "training.adam_betas=[0.9]": "list of two", "training.adam_betas=[0.9,1.0]": "below 1",
+    "model.precision=fp8": "mixed or bfloat16 or float32 or null",
+    "data.prompt_style=poem": "base or chat", "logging.mlflow=1": "true or false",
+    "run.name=5": "quotes", "training.k_best_of_n=8": "list",
+    "training.k_best_of_n=[8]": "list of two", "training.k_best_of_n=[4,8]": "[G, G]",
+    "training.k_best_of_n=[1,1]": "[G, G]", "training.k_best_of_n=[a,b]": "integer",
+    "training.k_best_of_n=[0,0]": "at least 1", "training.clip=0.2": "list",
+    "training.clip=[0.2]": "list of two", "training.clip=[0,0.2]": "above 0",
+    "training.kl_beta=-1": "at least 0", "training.scale_rewards=std": "none or group",
+    "training.loss_normalizer=mean": "max_length or tokens or sequence",
+    "training.updates_per_batch=0": "at least 1",
+    "task.reward_weights=answer": "names with a number each",
+    "model.lora_rank=-1": "at least 0", "task.reward_weights={answer: much}": "a number",
+    "task.reward_weights={}": "names with a number each", "model.lora_targets=q_proj": "list",
+    "data.max_prompt_tokens=0": "at least 1", "training.learning_type=sil": "[k, n]",
+    "training.learning_type=ppo": "grpo or sil", "word": "section.key=value", "--fast": "usage",
+    "training.seed=[": "not YAML", "training={seed: 1}": "no such key",
 }
 
 
@@ -61,8 +72,9 @@ def test_a_mistake_is_named_with_its_value_and_what_to_write(argument):
     assert not pieces or any(piece in message.lower() for piece in pieces)
 
 
-@pytest.mark.parametrize(("content", "says"), [(None, "cannot read"), ("training: [", "not YAML"), ("- 1\n", "sections"),
-                                               ("training: 3\n", "sections"), ("", "sections"), ("training:\n", "sections")])
+@pytest.mark.parametrize(("content", "says"), [(None, "cannot read"), ("training: [", "not YAML"),
+                                               ("- 1\n", "sections"), ("training: 3\n", "sections"),
+                                               ("", "sections"), ("training:\n", "sections")])
 def test_a_config_file_that_cannot_be_used_is_named(tmp_path, content, says):
     path = tmp_path / "mine.yaml"
     if content is not None:
@@ -75,13 +87,18 @@ def test_a_config_file_that_cannot_be_used_is_named(tmp_path, content, says):
 def test_the_default_name_is_made_of_what_defines_the_experiment_and_nothing_else(monkeypatch):
     name = main.default_run_name(make_config())
     assert re.fullmatch(r"grpo-[0-9a-f]{8}", name)
-    same = [{"training__max_steps": 7}, {"training__tokens_per_micro_batch": 9}, {"validation__every": 3}, {"run__dir": "x"},
-            {"run__name": "y"}, {"logging__mlflow": True}, {"sampling__max_rows": 3}, {"model__lora_merged": True}]
-    other = [{"training__seed": 1}, {"model__name": "m"}, {"data__dataset": "d"}, {"training__num_samples_per_step": 3},
-             {"sampling__temperature": 0.9}, {"training__learning_rate": 1.0}, {"data__num_validation": 9}, {"training__kl_beta": 0.1}, {"task__reward_weights": {"answer": 1.0}}, {"model__lora_rank": 2},
+    same = [{"training__max_steps": 7}, {"training__tokens_per_micro_batch": 9},
+            {"validation__every": 3}, {"run__dir": "x"}, {"run__name": "y"},
+            {"logging__mlflow": True}, {"sampling__max_rows": 3}, {"model__lora_merged": True}]
+    other = [{"training__seed": 1}, {"model__name": "m"}, {"data__dataset": "d"},
+             {"training__num_samples_per_step": 3},
+             {"sampling__temperature": 0.9}, {"training__learning_rate": 1.0},
+             {"data__num_validation": 9}, {"training__kl_beta": 0.1},
+             {"task__reward_weights": {"answer": 1.0}}, {"model__lora_rank": 2},
              {"training__learning_type": "sil", "training__k_best_of_n": [2, 8]}]
     assert {main.default_run_name(make_config(**overrides)) for overrides in same} == {name}
-    assert len({main.default_run_name(make_config(**overrides)) for overrides in other} | {name}) == len(other) + 1
+    assert len({main.default_run_name(make_config(**overrides)) for overrides in other}
+               | {name}) == len(other) + 1
     monkeypatch.setattr(main, "WORLD_SIZE", 2)  # the same questions per step, shared by two
     assert main.default_run_name(make_config(training__num_samples_per_step=4)) == name
     assert main.default_run_name(make_config()) != name
@@ -90,6 +107,8 @@ def test_the_default_name_is_made_of_what_defines_the_experiment_and_nothing_els
 def test_switching_to_sil_takes_the_two_keys_that_config_yaml_names():
     text = (ROOT / "config.yaml").read_text()
     k_best_of_n = re.search(r"for sil set k_best_of_n to (\[\d+, \d+\])", text)[1]
-    edited = re.sub(r"learning_type: grpo", "learning_type: sil", re.sub(r"k_best_of_n: \[\d+, \d+\]", f"k_best_of_n: {k_best_of_n}", text))
-    overrides = [f"training.{key}={yaml.safe_load(edited)['training'][key]}" for key in ("learning_type", "k_best_of_n")]
+    edited = re.sub(r"learning_type: grpo", "learning_type: sil",
+                    re.sub(r"k_best_of_n: \[\d+, \d+\]", f"k_best_of_n: {k_best_of_n}", text))
+    overrides = [f"training.{key}={yaml.safe_load(edited)['training'][key]}"
+                 for key in ("learning_type", "k_best_of_n")]
     assert main.load_config(overrides).training.learning_type == "sil"

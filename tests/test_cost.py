@@ -1,4 +1,5 @@
-"""What a step costs, in tokens that the model reads and in the largest tensor, counted and so the same on any machine."""
+"""What a step costs, in tokens that the model reads and in the largest tensor, counted and so the
+same on any machine."""
 
 import json
 
@@ -16,7 +17,8 @@ import main
 def tokens_read(model):
     """The shapes, (rows, time), of what the model reads from now on."""
     shapes = []
-    model.get_input_embeddings().register_forward_hook(lambda module, arguments, output: shapes.append(tuple(arguments[0].shape)))
+    model.get_input_embeddings().register_forward_hook(
+        lambda module, arguments, output: shapes.append(tuple(arguments[0].shape)))
     return shapes
 
 
@@ -29,18 +31,21 @@ def test_sampling_reads_each_prompt_once_and_finished_answers_no_further(monkeyp
     lengths = [len(trajectory.completion_ids) for trajectory in trajectories]
     assert len(set(lengths)) > 5
     read = sum(rows * time for rows, time in shapes[1:])
-    assert sum(lengths) <= read < sum(lengths) + 4 * len(lengths)  # an answer stays to the end of its slice
+    # an answer stays to the end of its slice
+    assert sum(lengths) <= read < sum(lengths) + 4 * len(lengths)
     assert all(time == 1 for _, time in shapes[1:])
 
 
 def test_learning_reads_each_prompt_once_a_micro_batch_and_pads_little(one_rank, monkeypatch):
     monkeypatch.setattr(main, "ROWS_PER_PASS", 4)
-    trajectories = [main.Trajectory({}, PROMPTS[i // 16], t.completion_ids, "", False, advantage=1.0)
+    trajectories = [main.Trajectory({}, PROMPTS[i // 16], t.completion_ids, "", False,
+                                    advantage=1.0)
                     for i, t in enumerate(make_trajectories(48, longest=40))]
     model = make_model()
     shapes = tokens_read(model)
     policy = DistributedDataParallel(main.Policy(model, 1.0, mixed=False))
-    main.policy_gradient(policy, trajectories, make_config(training__tokens_per_micro_batch=10_000), one_rank, lambda *_: None)
+    main.policy_gradient(policy, trajectories, make_config(training__tokens_per_micro_batch=10_000),
+                         one_rank, lambda *_: None)
     assert shapes[0] == (len(PROMPTS), max(map(len, PROMPTS)) - 1)
     assert len(shapes) == 1 + 48 // 4
     useful = sum(len(trajectory.completion_ids) for trajectory in trajectories)
@@ -54,7 +59,9 @@ class LargestTensor(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, arguments=(), named=None):
         result = function(*arguments, **(named or {}))
-        self.numel = max([self.numel, *(tensor.numel() for tensor in torch.utils._pytree.tree_leaves(result) if isinstance(tensor, torch.Tensor))])
+        self.numel = max([self.numel, *(
+            tensor.numel() for tensor in torch.utils._pytree.tree_leaves(result)
+            if isinstance(tensor, torch.Tensor))])
         return result
 
 
@@ -67,7 +74,9 @@ def test_logits_for_all_tokens_never_exist_at_once(one_rank, monkeypatch):
     assert tokens * vocabulary > 10 * chunk
     policy = DistributedDataParallel(main.Policy(model, 1.0, mixed=False))
     with LargestTensor() as largest:
-        main.policy_gradient(policy, trajectories, make_config(training__tokens_per_micro_batch=10**6), one_rank, lambda *_: None)
+        main.policy_gradient(policy, trajectories,
+                             make_config(training__tokens_per_micro_batch=10**6),
+                             one_rank, lambda *_: None)
     # The weights' gradient, all in one in DDP's bucket, and a chunk are the largest.
     assert largest.numel == max(chunk, sum(parameter.numel() for parameter in model.parameters()))
     with LargestTensor() as largest:
@@ -91,13 +100,17 @@ def test_keys_and_values_are_not_copied_for_each_token():
 
 
 @pytest.mark.parametrize("command", [
-    ["step.py", "--steps", "1", "--endless", "--shape", "small", "training.num_samples_per_step=2", "training.k_best_of_n=[2,2]",
+    ["step.py", "--steps", "1", "--endless", "--shape", "small", "training.num_samples_per_step=2",
+     "training.k_best_of_n=[2,2]", "training.max_new_gen_tokens=16"],
+    ["step.py", "--steps", "1", "--plain", "--shape", "small", "training.num_samples_per_step=2",
      "training.max_new_gen_tokens=16"],
-    ["step.py", "--steps", "1", "--plain", "--shape", "small", "training.num_samples_per_step=2", "training.max_new_gen_tokens=16"],
-    pytest.param(["memory.py", "--measure", "--shape", "small", "--prompt", "48", "training.max_new_gen_tokens=64"], marks=pytest.mark.soak),
-    pytest.param(["family.py", "--only", "GRPO", "--ranks", "1", "training.max_steps=1", "training.max_new_gen_tokens=16",
-                  "training.num_samples_per_step=2", "data.num_validation=4", "validation.best_of_n=2"], marks=pytest.mark.soak),
-    pytest.param(["vocabulary.py", "--rows", "2", "--tokens", "16", "--shape", "small"], marks=pytest.mark.soak),
+    pytest.param(["memory.py", "--measure", "--shape", "small", "--prompt", "48",
+                  "training.max_new_gen_tokens=64"], marks=pytest.mark.soak),
+    pytest.param(["family.py", "--only", "GRPO", "--ranks", "1", "training.max_steps=1",
+                  "training.max_new_gen_tokens=16", "training.num_samples_per_step=2",
+                  "data.num_validation=4", "validation.best_of_n=2"], marks=pytest.mark.soak),
+    pytest.param(["vocabulary.py", "--rows", "2", "--tokens", "16", "--shape", "small"],
+                 marks=pytest.mark.soak),
 ])
 def test_each_measurement_runs_and_ends_with_one_json_line(command):
     result = ranks(1, run_script, f"bench/{command[0]}", *command[1:])
@@ -105,9 +118,11 @@ def test_each_measurement_runs_and_ends_with_one_json_line(command):
     answer = json.loads(result.stdout.splitlines()[-1])
     if command[0] == "step.py":
         assert 0 < answer["sample"] + answer["learn"] <= 1.1 * answer["step"]
-        assert 0 < answer["sample_share_of_ceiling"] < 1 and 0 < answer["learn_share_of_ceiling"] < 1
+        assert (0 < answer["sample_share_of_ceiling"] < 1
+                and 0 < answer["learn_share_of_ceiling"] < 1)
     elif command[0] == "memory.py":
-        assert answer["forecast_gb"]["learning"] == pytest.approx(answer["measured_gb"]["learning"], rel=0.4)
+        assert answer["forecast_gb"]["learning"] == pytest.approx(answer["measured_gb"]["learning"],
+                                                                  rel=0.4)
     elif command[0] == "family.py":
         assert answer["GRPO"]["last"]["step"] == 1
     else:
@@ -116,7 +131,8 @@ def test_each_measurement_runs_and_ends_with_one_json_line(command):
 
 @pytest.mark.mathematics
 def test_plain_sampling_and_learning_do_the_same_work(one_rank, monkeypatch):
-    """What the bench compares with is right itself: greedy answers are the same, and so are the log-probabilities."""
+    """What the bench compares with is right itself: greedy answers are the same, and so are the
+    log-probabilities."""
     monkeypatch.syspath_prepend(ROOT / "bench")
     import step
 

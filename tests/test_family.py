@@ -1,4 +1,5 @@
-"""The relatives of Dr. GRPO, each a few keys away: against the papers' formulas in plain loops, on any number of ranks."""
+"""The relatives of Dr. GRPO, each a few keys away: against the papers' formulas in plain loops, on
+any number of ranks."""
 
 import itertools
 import json
@@ -8,7 +9,16 @@ import pytest
 import torch
 from conftest import gradient, make_config, make_model, make_trajectories, relative_error
 from processes import ranks
-from test_learning import ARCHITECTURE, BOUND, GROUP, QUESTIONS, advantages_of, learn, make_case, reference
+from test_learning import (
+    ARCHITECTURE,
+    BOUND,
+    GROUP,
+    QUESTIONS,
+    advantages_of,
+    learn,
+    make_case,
+    reference,
+)
 
 import main
 
@@ -26,21 +36,25 @@ TWICE = {"training__updates_per_batch": 2}
 @pytest.mark.parametrize("clip", [{}, CLIP], ids=["unclipped", "clipped"])
 @pytest.mark.parametrize("kl", [{}, KL], ids=["no KL", "KL"])
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_loss_and_gradient_of_each_published_variant_equal_the_plain_formula(name, kl, clip, mu, dtype, one_rank):
+def test_loss_and_gradient_of_each_published_variant_equal_the_plain_formula(
+        name, kl, clip, mu, dtype, one_rank):
     keys = {**PUBLISHED[name], **kl, **clip, "training__updates_per_batch": mu}
     trajectories = make_trajectories(QUESTIONS * GROUP)
     model = make_model(ARCHITECTURE[dtype], dtype)
     metrics = learn(model, trajectories, one_rank, **keys)
     expected_loss, expected = reference(trajectories, ARCHITECTURE[dtype], **keys)
     assert relative_error(gradient(model), expected) < BOUND[dtype]
-    assert metrics["loss"] == pytest.approx(expected_loss, abs=BOUND[dtype])  # the sum of what is near 1 and -1
+    # the sum of what is near 1 and -1
+    assert metrics["loss"] == pytest.approx(expected_loss, abs=BOUND[dtype])
     assert ("kl" in metrics) == bool(kl) and ("clipped" in metrics) == (bool(clip) and mu == 2)
-    assert 1e-3 < metrics.get("kl", 0.1) < 0.3 and 0.05 < metrics.get("clipped", 0.1) < 0.5  # of the size that occurs in training
+    # of the size that occurs in training
+    assert 1e-3 < metrics.get("kl", 0.1) < 0.3 and 0.05 < metrics.get("clipped", 0.1) < 0.5
 
 
 def all_combinations():
     """Each with every other: what holds for the default holds for all of them."""
-    for normalizer, *switches in itertools.product(PUBLISHED.values(), ({}, KL), ({}, MASK), ({}, TWICE, {**TWICE, **CLIP})):
+    for normalizer, *switches in itertools.product(PUBLISHED.values(), ({}, KL), ({}, MASK),
+                                                   ({}, TWICE, {**TWICE, **CLIP})):
         keys = dict(normalizer)
         for switch in switches:
             keys |= switch
@@ -48,11 +62,13 @@ def all_combinations():
 
 
 def learn_from_shares(folder, cases):
-    """Each rank learns from its share of one batch, in every case; rank 0 leaves the gradients behind."""
+    """Each rank learns from its share of one batch, in every case;
+    rank 0 leaves the gradients behind."""
     device, _ = main.setup_distributed()
     for number, case in enumerate(cases):
         batch = make_case(case["idle_share"])
-        share = batch[main.RANK * len(batch) // main.WORLD_SIZE:(main.RANK + 1) * len(batch) // main.WORLD_SIZE]
+        share = batch[main.RANK * len(batch) // main.WORLD_SIZE:
+                      (main.RANK + 1) * len(batch) // main.WORLD_SIZE]
         assert len(share) == QUESTIONS * GROUP // main.WORLD_SIZE
         dtype = getattr(torch, case["dtype"])
         model = make_model(ARCHITECTURE[dtype], dtype)
@@ -65,16 +81,20 @@ def learn_from_shares(folder, cases):
 
 @pytest.mark.parametrize("idle", [False, True], ids=["all learn", "one idle"])
 def test_the_gradient_is_the_same_on_any_number_of_ranks(idle, tmp_path):
-    """For every combination, also with one rank that has nothing to learn from; micro-batches are small, so that there are several."""
+    """For every combination, also with one rank that has nothing to learn from; micro-batches are
+    small, so that there are several."""
     cases = [{"keys": keys, "dtype": "float64", "idle_share": idle} for keys in all_combinations()]
     cases += [{"keys": {}, "dtype": "float32", "idle_share": idle}]
-    expected = [reference(make_case(case["idle_share"]), ARCHITECTURE[getattr(torch, case["dtype"])], **case["keys"]) for case in cases]
+    expected = [reference(make_case(case["idle_share"]),
+                          ARCHITECTURE[getattr(torch, case["dtype"])], **case["keys"])
+                for case in cases]
     for num_ranks in (1, 2, 3):
         result = ranks(num_ranks, learn_from_shares, tmp_path, cases)
         assert result.returncode == 0, result.stderr
         for number, (case, (loss, plain)) in enumerate(zip(cases, expected, strict=True)):
             dtype = getattr(torch, case["dtype"])
-            assert relative_error(torch.load(tmp_path / f"{number}.pt", weights_only=True), plain) < BOUND[dtype], (num_ranks, case)
+            assert relative_error(torch.load(tmp_path / f"{number}.pt", weights_only=True),
+                                  plain) < BOUND[dtype], (num_ranks, case)
             metrics = json.loads((tmp_path / f"{number}.json").read_text())
             assert metrics["loss"] == pytest.approx(loss, abs=BOUND[dtype]), (num_ranks, case)
 
@@ -88,7 +108,8 @@ def test_neither_micro_batches_nor_the_order_of_rows_change_the_gradient(keys, o
         model = make_model("gpt2", torch.float64)
         learn(model, trajectories, one_rank, training__tokens_per_micro_batch=tokens, **keys)
         gradients.append(gradient(model).clone())
-    assert relative_error(gradients[1], gradients[0]) < 1e-11 and relative_error(gradients[2], gradients[0]) < 1e-11
+    assert (relative_error(gradients[1], gradients[0]) < 1e-11
+            and relative_error(gradients[2], gradients[0]) < 1e-11)
 
 
 def test_with_a_kl_term_a_step_without_signal_still_updates(one_rank):
@@ -105,23 +126,28 @@ def test_scaled_advantages_are_those_of_grpo_and_still_exactly_zero_without_spre
     mean = sum(rewards) / 4
     deviation = (sum((reward - mean) ** 2 for reward in rewards) / 3) ** 0.5
     scaled = advantages_of(rewards, training__scale_rewards="group")
-    assert scaled == pytest.approx([(reward - mean) / (deviation + 1e-4) for reward in rewards], rel=1e-12)
+    assert scaled == pytest.approx([(reward - mean) / (deviation + 1e-4) for reward in rewards],
+                                   rel=1e-12)
     for size in (2, 7, 16):
         assert advantages_of([0.1] * size, training__scale_rewards="group") == [0.0] * size
 
 
 def test_sil_learns_from_the_k_best_alone_whatever_the_normaliser_counts():
     config = make_config(training__learning_type="sil", training__k_best_of_n=[2, 4])
-    group = [main.Trajectory({}, [], [0] * length, "", False, reward=reward) for length, reward in ((1, 0.1), (2, 1.1), (3, 0.0), (4, 0.6))]
+    group = [main.Trajectory({}, [], [0] * length, "", False, reward=reward)
+             for length, reward in ((1, 0.1), (2, 1.1), (3, 0.0), (4, 0.6))]
     assert main.compute_advantages(group, config, random.Random(0)) == [group[1], group[3]]
     everything = make_config()
     assert main.compute_advantages(group, everything, random.Random(0)) == group
 
 
-def test_a_later_update_that_is_not_finite_is_skipped_and_said_and_what_is_half_changed_is_never_saved(tmp_path, monkeypatch, capsys):
-    keys = ["training.max_steps=2", "training.max_new_gen_tokens=24", "training.num_samples_per_step=2", "training.k_best_of_n=[4,4]",
-            "data.num_validation=4", "data.max_rows=100", "validation.best_of_n=2", "training.updates_per_batch=2", f"run.dir={tmp_path}",
-            "training.kl_beta=0.1"]
+def \
+test_a_later_update_that_is_not_finite_is_skipped_and_said_and_what_is_half_changed_is_never_saved(
+        tmp_path, monkeypatch, capsys):
+    keys = ["training.max_steps=2", "training.max_new_gen_tokens=24",
+            "training.num_samples_per_step=2", "training.k_best_of_n=[4,4]",
+            "data.num_validation=4", "data.max_rows=100", "validation.best_of_n=2",
+            "training.updates_per_batch=2", f"run.dir={tmp_path}", "training.kl_beta=0.1"]
     losses, policy_loss, calls = [], main.policy_loss, []
 
     def bad_at_the_fourth(*arguments):
@@ -130,9 +156,12 @@ def test_a_later_update_that_is_not_finite_is_skipped_and_said_and_what_is_half_
         losses.append(loss.item())
         return loss * (float("nan") if len(calls) == 4 else 1.0), watched
 
-    monkeypatch.setattr(main, "policy_loss", bad_at_the_fourth)  # the second update of the second step
+    # the second update of the second step
+    monkeypatch.setattr(main, "policy_loss", bad_at_the_fourth)
     assert main.main([*keys, "run.name=a"]) == 0
-    steps = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines() if '"reward"' in line]
+    steps = [json.loads(line)
+             for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
+             if '"reward"' in line]
     assert [(step["updated"], step["non_finite"]) for step in steps] == [(2, 0), (1, 1)]
     assert steps[1]["kl"] is not None and "step     2" in capsys.readouterr().out
 
@@ -140,7 +169,8 @@ def test_a_later_update_that_is_not_finite_is_skipped_and_said_and_what_is_half_
     monkeypatch.setattr(main, "GRACE", 10**6)  # the timer that would end this process
     run = main.Run(*[None] * 12)
     monkeypatch.setattr(main, "save_checkpoint", lambda run: saved.append(run.state.step))
-    run.state.step, run.log = 3, type("Log", (), {"folder": tmp_path, "stopped": lambda self, reason: None})()
+    run.state.step, run.log = 3, type("Log", (), {
+        "folder": tmp_path, "stopped": lambda self, reason: None})()
     store = torch.distributed.HashStore()
     main.stop(run, store, "SIGTERM", None)
     with pytest.raises(RuntimeError), run.settling():

@@ -1,4 +1,5 @@
-"""The gradient: against a formula in plain loops, and the same however the batch is cut, ordered, padded or shared."""
+"""The gradient: against a formula in plain loops, and the same however the batch is cut, ordered,
+padded or shared."""
 
 import dataclasses
 import random
@@ -22,15 +23,18 @@ import main
 pytestmark = pytest.mark.mathematics
 TEMPERATURE, L, QUESTIONS, GROUP = 0.7, 12, 6, 2
 SGD_RATE = 0.06
-# What is compared with is computed in float64. Rounding then comes to 1e-14 in float64 and to 1e-6 in float32, a little more or less on
-# another processor; a wrong formula changes the gradient by 1e-2 and more.
+# What is compared with is computed in float64. Rounding then comes to 1e-14 in float64 and to 1e-6
+# in float32, a little more or less on another processor; a wrong formula changes the gradient by
+# 1e-2 and more.
 BOUND = {torch.float32: 1e-5, torch.float64: 1e-11}
 ARCHITECTURE = {torch.float64: "gpt2", torch.float32: "qwen2"}
-DTYPE = {name: torch.float32 if name == "gemma2" else torch.float64 for name in ARCHITECTURES}  # Gemma 2's cannot mix
+# Gemma 2's cannot mix
+DTYPE = {name: torch.float32 if name == "gemma2" else torch.float64 for name in ARCHITECTURES}
 
 
 def start_of(model):
-    """What `model` shall have been before it learned: the same architecture, somewhat other weights."""
+    """What `model` shall have been before it learned:
+    the same architecture, somewhat other weights."""
     reference = make_model(model.config.model_type, model.dtype)
     with torch.no_grad():
         for parameter in reference.parameters():
@@ -39,22 +43,27 @@ def start_of(model):
 
 
 def go_on(model):
-    """In place of AdamW's, between two updates: a step large enough for ratios to leave the clipping range."""
+    """In place of AdamW's, between two updates: a step large enough for ratios to leave the
+    clipping range."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.sub_(SGD_RATE * parameter.grad)
 
 
 def learn(model, trajectories, device, **overrides):
-    """The updates on one batch, as a run of these settings makes them; returns the last one's metrics. Its gradient stays in `model`."""
-    config = make_config(**{"training__max_new_gen_tokens": L, "training__max_grad_norm": None, "sampling__temperature": TEMPERATURE, **overrides})
-    policy = DistributedDataParallel(main.Policy(model, TEMPERATURE, mixed=False), gradient_as_bucket_view=True)
+    """The updates on one batch, as a run of these settings makes them; returns the last one's
+    metrics. Its gradient stays in `model`."""
+    config = make_config(**{"training__max_new_gen_tokens": L, "training__max_grad_norm": None,
+                            "sampling__temperature": TEMPERATURE, **overrides})
+    policy = DistributedDataParallel(main.Policy(model, TEMPERATURE, mixed=False),
+                                     gradient_as_bucket_view=True)
     reference = main.make_reference(start_of(model), config) if config.training.kl_beta else None
     before = {}
     for update in range(config.training.updates_per_batch):
         if update > 0:
             go_on(model)
-        metrics = main.policy_gradient(policy, trajectories, config, device, lambda *_: None, reference, before)
+        metrics = main.policy_gradient(policy, trajectories, config, device, lambda *_: None,
+                                       reference, before)
     return metrics
 
 
@@ -63,15 +72,18 @@ def reference(trajectories, architecture, **overrides):
     training = make_config(**overrides).training
     model, old = make_model(architecture, DTYPE[architecture]), None
     if training.updates_per_batch > 1:
-        old = [[value.item() for value in row] for row in plain_logprobs(model, trajectories, TEMPERATURE)]
+        old = [[value.item() for value in row]
+               for row in plain_logprobs(model, trajectories, TEMPERATURE)]
     if training.kl_beta:
-        against = [[value.item() for value in row] for row in plain_logprobs(start_of(model), trajectories, TEMPERATURE)]
+        against = [[value.item() for value in row]
+                   for row in plain_logprobs(start_of(model), trajectories, TEMPERATURE)]
     for update in range(training.updates_per_batch):
         if update > 0:
             go_on(model)
         model.zero_grad()
-        loss = plain_loss(model, trajectories, QUESTIONS * GROUP, L, TEMPERATURE, normalizer=training.loss_normalizer, clip=training.clip,
-                          old=old, beta=training.kl_beta, reference=against if training.kl_beta else None,
+        loss = plain_loss(model, trajectories, QUESTIONS * GROUP, L, TEMPERATURE,
+                          normalizer=training.loss_normalizer, clip=training.clip, old=old,
+                          beta=training.kl_beta, reference=against if training.kl_beta else None,
                           mask_truncated=training.mask_truncated)
         loss.backward()
     return loss.item(), gradient(model)
@@ -79,30 +91,38 @@ def reference(trajectories, architecture, **overrides):
 
 @pytest.mark.parametrize("dtype", BOUND)
 @pytest.mark.parametrize("tokens_per_micro_batch", [1, 50, 100_000])
-def test_loss_and_gradient_equal_the_plain_formula_for_any_micro_batch_size(one_rank, dtype, tokens_per_micro_batch):
+def test_loss_and_gradient_equal_the_plain_formula_for_any_micro_batch_size(
+        one_rank, dtype, tokens_per_micro_batch):
     trajectories = make_trajectories(QUESTIONS * GROUP)
     expected_loss, expected = reference(trajectories, ARCHITECTURE[dtype])
     model = make_model(ARCHITECTURE[dtype], dtype)
-    metrics = learn(model, trajectories, one_rank, training__tokens_per_micro_batch=tokens_per_micro_batch)
+    metrics = learn(model, trajectories, one_rank,
+                    training__tokens_per_micro_batch=tokens_per_micro_batch)
     assert relative_error(gradient(model), expected) < BOUND[dtype]
-    assert metrics["loss"] == pytest.approx(expected_loss, abs=BOUND[dtype])  # the sum of what is near 1 and -1
+    # the sum of what is near 1 and -1
+    assert metrics["loss"] == pytest.approx(expected_loss, abs=BOUND[dtype])
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_log_probabilities_and_gradient_equal_those_from_the_models_own_logits(one_rank, architecture, monkeypatch):
+def test_log_probabilities_and_gradient_equal_those_from_the_models_own_logits(
+        one_rank, architecture, monkeypatch):
     trajectories = make_trajectories(QUESTIONS * GROUP)
-    monkeypatch.setattr(main, "LOGITS_PER_CHUNK", 24 * 10)  # ten tokens at a time, so the chunked path is the one tested
+    # ten tokens at a time, so the chunked path is the one tested
+    monkeypatch.setattr(main, "LOGITS_PER_CHUNK", 24 * 10)
     model, bound = make_model(architecture, DTYPE[architecture]), BOUND[DTYPE[architecture]]
     policy = main.Policy(model, TEMPERATURE, mixed=False)
     logprobs, entropies = policy(**main.collate(trajectories, one_rank))
     place = 0
     for trajectory in trajectories:
         prompt_ids = trajectory.prompt_ids
-        logits = model(torch.tensor([prompt_ids + trajectory.completion_ids])).logits[0] / TEMPERATURE
+        logits = (model(torch.tensor([prompt_ids + trajectory.completion_ids])).logits[0]
+                  / TEMPERATURE)
         for t, token in enumerate(trajectory.completion_ids):
             distribution = torch.softmax(logits[len(prompt_ids) + t - 1], dim=-1)
-            assert logprobs[place].item() == pytest.approx(distribution[token].log().item(), abs=bound)
-            assert entropies[place].item() == pytest.approx(torch.distributions.Categorical(distribution).entropy().item(), abs=bound)
+            assert logprobs[place].item() == pytest.approx(
+                distribution[token].log().item(), abs=bound)
+            assert entropies[place].item() == pytest.approx(
+                torch.distributions.Categorical(distribution).entropy().item(), abs=bound)
             place += 1
     assert place == len(logprobs)
     learn(model, trajectories, one_rank)
@@ -122,24 +142,30 @@ def test_the_order_of_rows_and_gradient_checkpointing_do_not_change_the_gradient
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_rows_log_probabilities_do_not_depend_on_the_rows_beside_it(architecture, checkpointing, monkeypatch):
-    """On longer prompts and completions, which pad its own, or on the same prompt, which is read once for all its rows."""
+def test_a_rows_log_probabilities_do_not_depend_on_the_rows_beside_it(
+        architecture, checkpointing, monkeypatch):
+    """On longer prompts and completions, which pad its own, or on the same prompt, which is read
+    once for all its rows."""
     trajectories = make_trajectories(8)
-    trajectories += [dataclasses.replace(t, completion_ids=t.completion_ids[::-1]) for t in trajectories[:4]]
+    trajectories += [dataclasses.replace(t, completion_ids=t.completion_ids[::-1])
+                     for t in trajectories[:4]]
     model = make_model(architecture, DTYPE[architecture]).train()
     if checkpointing:
         model.activation_checkpointing_enable()
     policy = main.Policy(model, TEMPERATURE, mixed=False)
     monkeypatch.setattr(main, "ROWS_PER_PASS", 5)
     batch = main.collate(trajectories, torch.device("cpu"))
-    assert len(batch["prompt_ids"]) == 8 and not batch["prompt_mask"].all() and not batch["passes"][0][2].all()
-    alone = torch.cat([policy(**main.collate([trajectory], torch.device("cpu")))[0] for trajectory in trajectories])
+    assert (len(batch["prompt_ids"]) == 8 and not batch["prompt_mask"].all()
+            and not batch["passes"][0][2].all())
+    alone = torch.cat([policy(**main.collate([trajectory], torch.device("cpu")))[0]
+                       for trajectory in trajectories])
     assert torch.allclose(policy(**batch)[0], alone, rtol=0, atol=BOUND[DTYPE[architecture]])
 
 
 def test_dropout_is_off_whatever_the_models_config_says(model_folder):
     folder = model_folder("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
-    model, _ = main.load_model(make_config(model__name=str(folder), model__precision="float32"), torch.device("cpu"))
+    model, _ = main.load_model(make_config(model__name=str(folder), model__precision="float32"),
+                               torch.device("cpu"))
     ids = torch.arange(2, 12)[None]
     assert torch.equal(model.train()(ids).logits, model.train()(ids).logits)
 
@@ -150,8 +176,10 @@ def test_skipping_rows_of_zero_advantage_does_not_change_the_gradient(one_rank):
     learn(model, trajectories, one_rank)
     skipped = gradient(model)
     everything = make_model("gpt2", torch.float64)
-    logprobs, _ = main.Policy(everything, TEMPERATURE, mixed=False)(**main.collate(trajectories, one_rank))
-    advantages = torch.tensor([t.advantage for t in trajectories for _ in t.completion_ids], dtype=torch.float64)
+    logprobs, _ = main.Policy(everything, TEMPERATURE, mixed=False)(
+        **main.collate(trajectories, one_rank))
+    advantages = torch.tensor([t.advantage for t in trajectories for _ in t.completion_ids],
+                              dtype=torch.float64)
     lengths = torch.tensor([len(t.completion_ids) for t in trajectories for _ in t.completion_ids])
     main.policy_loss(logprobs, None, None, advantages, lengths, QUESTIONS * GROUP, 1.0,
                      make_config(training__max_new_gen_tokens=L).training)[0].backward()
@@ -167,7 +195,8 @@ def test_a_step_without_signal_changes_nothing(one_rank):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     policy = DistributedDataParallel(main.Policy(model, 1.0, mixed=False))
     metrics = main.policy_gradient(policy, trajectories, make_config(), one_rank, lambda *_: None)
-    assert metrics == {"loss": 0.0, "entropy": None, "grad_norm": None, "updated": 0, "non_finite": 0}
+    assert metrics == {"loss": 0.0, "entropy": None, "grad_norm": None, "updated": 0,
+                       "non_finite": 0}
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -185,12 +214,14 @@ def test_mixed_precision_keeps_float32_masters_and_samples_from_a_bfloat16_copy(
     trajectories = make_trajectories(QUESTIONS * GROUP)
     _, expected = reference(trajectories, "qwen2")
     mixed = make_model()
-    config = make_config(training__num_samples_per_step=QUESTIONS, training__k_best_of_n=[GROUP, GROUP],
+    config = make_config(training__num_samples_per_step=QUESTIONS,
+                         training__k_best_of_n=[GROUP, GROUP],
                          training__max_new_gen_tokens=L, training__max_grad_norm=None)
     policy = DistributedDataParallel(main.Policy(mixed, TEMPERATURE, mixed=True))
     main.policy_gradient(policy, trajectories, config, one_rank, lambda *_: None)
     assert gradient(mixed).dtype == torch.float32
-    assert 1e-4 < relative_error(gradient(mixed), expected) < 0.08  # it did run in bfloat16, and is near
+    # it did run in bfloat16, and is near
+    assert 1e-4 < relative_error(gradient(mixed), expected) < 0.08
 
 
 def make_case(idle_share: bool):
@@ -229,16 +260,19 @@ def test_sil_imitates_the_k_best_and_nothing_that_earned_nothing():
     assert advantages_of([0.0] * 4, **sil) == [0, 0, 0, 0]
     ties = [advantages_of([1.0] * 4, seed=seed, **sil) for seed in range(40)]
     assert all(sum(tie) == 2 for tie in ties)
-    assert ties == [advantages_of([1.0] * 4, seed=seed, **sil) for seed in range(40)]  # the seed breaks ties, nothing else
+    # the seed breaks ties, nothing else
+    assert ties == [advantages_of([1.0] * 4, seed=seed, **sil) for seed in range(40)]
     assert all(any(tie[place] for tie in ties) for place in range(4))
 
 
 def test_micro_batches_hold_every_row_once_within_the_budget():
     trajectories = make_trajectories(50)
     batches = main.make_micro_batches(trajectories, 60)
-    assert sorted(id(trajectory) for batch in batches for trajectory in batch) == sorted(map(id, trajectories))
+    assert (sorted(id(trajectory) for batch in batches for trajectory in batch)
+            == sorted(map(id, trajectories)))
     assert all(len(batch) * max(t.length for t in batch) <= 60 for batch in batches)
-    assert [len(batch) for batch in main.make_micro_batches(trajectories, 1)] == [1] * 50  # a row over the budget goes alone
+    # a row over the budget goes alone
+    assert [len(batch) for batch in main.make_micro_batches(trajectories, 1)] == [1] * 50
 
 
 def test_the_advice_for_when_memory_runs_out_names_what_costs_least_first():
@@ -246,18 +280,25 @@ def test_the_advice_for_when_memory_runs_out_names_what_costs_least_first():
 
     def advice(**overrides):
         return main.learning_advice(rows, make_config(training__max_new_gen_tokens=90, **overrides))
-    assert advice() == "lower training.tokens_per_micro_batch from 8192 to 115"  # half of all the tokens there are
-    assert advice(training__tokens_per_micro_batch=210) == "lower training.tokens_per_micro_batch from 210 to 105"
+    # half of all the tokens there are
+    assert advice() == "lower training.tokens_per_micro_batch from 8192 to 115"
+    assert (advice(training__tokens_per_micro_batch=210)
+            == "lower training.tokens_per_micro_batch from 210 to 105")
     small = {"training__tokens_per_micro_batch": 115}  # less than two rows
-    assert advice(**small, model__precision="mixed") == "change model.gradient_checkpointing from false to true"
+    assert (advice(**small, model__precision="mixed")
+            == "change model.gradient_checkpointing from false to true")
     small["model__gradient_checkpointing"] = True
-    assert advice(**small, model__precision="mixed") == "change model.precision from mixed to bfloat16"
-    assert advice(**small, model__precision="bfloat16") == "lower training.max_new_gen_tokens from 90 to 45"
+    assert (advice(**small, model__precision="mixed")
+            == "change model.precision from mixed to bfloat16")
+    assert (advice(**small, model__precision="bfloat16")
+            == "lower training.max_new_gen_tokens from 90 to 45")
 
 
 def test_the_learning_rate_warms_up_then_stays_or_decays():
     def rates(steps, **overrides):
-        return [main.scheduled_learning_rate(step, make_config(training__learning_rate=1.0, **overrides)) for step in steps]
+        return [main.scheduled_learning_rate(
+            step, make_config(training__learning_rate=1.0, **overrides)) for step in steps]
     assert rates([1, 2, 4, 5, 900], training__warmup_steps=4) == [0.25, 0.5, 1, 1, 1]
-    assert rates([1, 4, 5, 9, 12, 13], training__warmup_steps=4, training__decay_steps=8) == [0.25, 1, 0.875, 0.375, 0, 0]
+    assert rates([1, 4, 5, 9, 12, 13], training__warmup_steps=4, training__decay_steps=8) == [
+        0.25, 1, 0.875, 0.375, 0, 0]
     assert rates([1, 2], training__warmup_steps=0) == [1, 1]

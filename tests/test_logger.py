@@ -24,28 +24,37 @@ def test_mlflow_gets_settings_metrics_by_step_completions_and_files(tmp_path, mo
     store = f"sqlite:///{tmp_path / 'mlflow.db'}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
     monkeypatch.chdir(tmp_path)  # artifacts go below the working directory
-    where = [f"model.name={ROOT / 'tiny' / 'model'}", f"data.dataset={ROOT / 'tiny' / 'countdown.parquet'}", f"run.dir={tmp_path}"]
-    assert main.main([*SHORT, *where, "training.max_steps=2", "run.name=a", "logging.mlflow=true"]) == 0
+    where = [f"model.name={ROOT / 'tiny' / 'model'}",
+             f"data.dataset={ROOT / 'tiny' / 'countdown.parquet'}", f"run.dir={tmp_path}"]
+    assert main.main([*SHORT, *where, "training.max_steps=2", "run.name=a",
+                      "logging.mlflow=true"]) == 0
     client = mlflow.MlflowClient(store)
     run, = client.search_runs([client.get_experiment_by_name("onefile-grpo").experiment_id])
     assert run.info.status == "FINISHED" and run.info.run_name == "a"
-    assert run.data.params["training.seed"] == "0" and len(run.data.params) == len(main.flatten(make_config()))
-    entries = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
+    assert (run.data.params["training.seed"] == "0"
+            and len(run.data.params) == len(main.flatten(make_config())))
+    entries = [json.loads(line)
+               for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
     for metric in ("reward", "eval/solved"):
         expected = [(entry["step"], entry[metric]) for entry in entries if metric in entry]
-        found = [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, metric)]
-        assert len(found) > 1 and found == [(step, pytest.approx(value)) for step, value in expected]
+        found = [(point.step, point.value)
+                 for point in client.get_metric_history(run.info.run_id, metric)]
+        assert (len(found) > 1
+                and found == [(step, pytest.approx(value)) for step, value in expected])
     artifacts = {artifact.path for artifact in client.list_artifacts(run.info.run_id)}
-    assert artifacts >= {"config.yaml", "metrics.jsonl", "samples.jsonl", "curves.png", "summary.json", "samples"}
+    assert artifacts >= {"config.yaml", "metrics.jsonl", "samples.jsonl", "curves.png",
+                         "summary.json", "samples"}
     table = client.download_artifacts(run.info.run_id, "samples/step-000002.json", str(tmp_path))
     with open(table) as file:
         assert "completion" in json.load(file)["columns"]
 
 
-def test_without_an_address_mlflow_writes_to_a_local_file_and_the_run_says_how_to_open_it(tmp_path, monkeypatch, capsys):
+def test_without_an_address_mlflow_writes_to_a_local_file_and_the_run_says_how_to_open_it(
+        tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.chdir(tmp_path)
-    assert main.main([*SHORT, f"run.dir={tmp_path}", "training.max_steps=0", "run.name=a", "logging.mlflow=true"]) == 0
+    assert main.main([*SHORT, f"run.dir={tmp_path}", "training.max_steps=0", "run.name=a",
+                      "logging.mlflow=true"]) == 0
     assert (tmp_path / "mlflow.db").exists()
     how = f"mlflow ui --backend-store-uri sqlite:///{tmp_path / 'mlflow.db'}"
     assert f"MLflow: http://127.0.0.1:5000 after `{how}` shows this run" in capsys.readouterr().out
@@ -53,12 +62,15 @@ def test_without_an_address_mlflow_writes_to_a_local_file_and_the_run_says_how_t
 
 @pytest.fixture
 def mlflow_server(tmp_path):
-    """A real one on loopback, with a SQLite file behind it, as `mlflow ui` starts it too; its address."""
+    """A real one on loopback, with a SQLite file behind it, as `mlflow ui` starts it too; its
+    address."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", f"sqlite:///{tmp_path / 'server.db'}", "--port", str(port),
+    command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri",
+               f"sqlite:///{tmp_path / 'server.db'}", "--port", str(port),
                "--host", "127.0.0.1", "--workers", "1"]
-    server = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    server = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL,
+                              stderr=subprocess.DEVNULL, start_new_session=True)
     address, end = f"http://127.0.0.1:{port}", time.time() + 120
     while True:
         try:
@@ -73,16 +85,19 @@ def mlflow_server(tmp_path):
 
 
 @pytest.mark.soak
-def test_a_real_server_gets_everything_and_a_resumed_run_goes_on_in_the_same_mlflow_run(tmp_path, monkeypatch, capsys, mlflow_server):
+def test_a_real_server_gets_everything_and_a_resumed_run_goes_on_in_the_same_mlflow_run(
+        tmp_path, monkeypatch, capsys, mlflow_server):
     import mlflow
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_server)
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.3")
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLES_BEFORE_LOGGING", "1")
-    arguments = [*SHORT, f"run.dir={tmp_path / 'runs'}", "run.name=a", "logging.mlflow=true", "logging.mlflow_model=true"]
+    arguments = [*SHORT, f"run.dir={tmp_path / 'runs'}", "run.name=a", "logging.mlflow=true",
+                 "logging.mlflow_model=true"]
     for max_steps in (2, 4):
         assert main.main([*arguments, f"training.max_steps={max_steps}"]) == 0
-    assert main.main([*arguments, "training.max_steps=4", "run.name=b", f"run.resume={tmp_path / 'runs' / 'a'}"]) == 0
+    assert main.main([*arguments, "training.max_steps=4", "run.name=b",
+                      f"run.resume={tmp_path / 'runs' / 'a'}"]) == 0
     said = capsys.readouterr().out
     assert "warning" not in said and said.count(f"MLflow: {mlflow_server} shows this run") == 3
     client = mlflow.MlflowClient(mlflow_server)
@@ -90,29 +105,35 @@ def test_a_real_server_gets_everything_and_a_resumed_run_goes_on_in_the_same_mlf
     run, branch = sorted(runs, key=lambda run: run.info.run_name)
     assert (run.info.run_name, branch.info.run_name) == ("a", "b")
     assert run.info.status == "FINISHED" and run.data.params["training.k_best_of_n"] == "[4, 4]"
-    entries = [json.loads(line) for line in (tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()]
+    entries = [json.loads(line)
+               for line in (tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()]
     for metric in ("reward", "solved", "eval/best_of_n"):
-        found = [(point.step, pytest.approx(point.value)) for point in client.get_metric_history(run.info.run_id, metric)]
+        found = [(point.step, pytest.approx(point.value))
+                 for point in client.get_metric_history(run.info.run_id, metric)]
         assert found == [(entry["step"], entry[metric]) for entry in entries if metric in entry]
-    assert [point.step for point in client.get_metric_history(run.info.run_id, "reward")] == [1, 2, 3, 4]
+    assert ([point.step for point in client.get_metric_history(run.info.run_id, "reward")]
+            == [1, 2, 3, 4])
     assert any(name.startswith("system/") for name in run.data.metrics)
-    artifacts = {artifact.path for folder in (None, "samples", "best") for artifact in client.list_artifacts(run.info.run_id, folder)}
-    assert artifacts >= {"config.yaml", "curves.png", "summary.json", "samples/step-000002.json", "samples/step-000004.json",
-                         "best/model.safetensors", "best/README.md"}
+    artifacts = {artifact.path for folder in (None, "samples", "best")
+                 for artifact in client.list_artifacts(run.info.run_id, folder)}
+    assert artifacts >= {"config.yaml", "curves.png", "summary.json", "samples/step-000002.json",
+                         "samples/step-000004.json", "best/model.safetensors", "best/README.md"}
     model = client.download_artifacts(run.info.run_id, "best", str(tmp_path))
     assert transformers.AutoModelForCausalLM.from_pretrained(model).config.model_type == "qwen2"
     page = urllib.request.urlopen(f"{mlflow_server}/", timeout=20).read().decode()
     assert "<title>MLflow</title>" in page
 
 
-def test_an_mlflow_server_that_is_not_there_costs_one_warning_and_no_training(tmp_path, monkeypatch, capsys, nobody_listens):
+def test_an_mlflow_server_that_is_not_there_costs_one_warning_and_no_training(
+        tmp_path, monkeypatch, capsys, nobody_listens):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://{nobody_listens}")
     assert main.main([*SHORT, f"run.dir={tmp_path}", "run.name=a", "logging.mlflow=true"]) == 0
     assert capsys.readouterr().out.count("warning: MLflow failed") == 1
     assert len((tmp_path / "a" / "metrics.jsonl").read_text().splitlines()) == 5
 
 
-def test_an_mlflow_server_that_goes_away_in_the_middle_costs_one_warning_and_no_training(tmp_path, monkeypatch, capsys):
+def test_an_mlflow_server_that_goes_away_in_the_middle_costs_one_warning_and_no_training(
+        tmp_path, monkeypatch, capsys):
     import mlflow
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
@@ -121,7 +142,8 @@ def test_an_mlflow_server_that_goes_away_in_the_middle_costs_one_warning_and_no_
     def gone_after_the_second(*arguments, **named):
         calls.append(arguments)
         if len(calls) > 2:
-            raise mlflow.exceptions.MlflowException("API request to http://me:secret@server/ failed")
+            raise mlflow.exceptions.MlflowException(
+                "API request to http://me:secret@server/ failed")
         log_metrics(*arguments, **named)
 
     monkeypatch.setattr(mlflow, "log_metrics", gone_after_the_second)
@@ -131,12 +153,15 @@ def test_an_mlflow_server_that_goes_away_in_the_middle_costs_one_warning_and_no_
     assert len((tmp_path / "a" / "metrics.jsonl").read_text().splitlines()) == 5
 
 
-def test_an_mlflow_server_that_never_answers_does_not_slow_training_down(tmp_path, monkeypatch, capsys):
+def test_an_mlflow_server_that_never_answers_does_not_slow_training_down(
+        tmp_path, monkeypatch, capsys):
     with socket.create_server(("127.0.0.1", 0)) as server:  # takes connections and says nothing
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.getsockname()[1]}")
-        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "10000")  # whoever waited for it would wait beyond this test's time
+        # whoever waited for it would wait beyond this test's time
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "10000")
         monkeypatch.setitem(logger.SECONDS_TO_END_MLFLOW, "FINISHED", 2)
-        assert main.main([*SHORT, f"run.dir={tmp_path}", "run.name=a", "logging.mlflow=true", "training.max_steps=1"]) == 0
+        assert main.main([*SHORT, f"run.dir={tmp_path}", "run.name=a", "logging.mlflow=true",
+                          "training.max_steps=1"]) == 0
     said = capsys.readouterr().out
     assert said.count("warning: MLflow is slow to answer") == 1 and "step     1 " in said
 
@@ -147,7 +172,8 @@ def make_logger(tmp_path, is_terminal, active=True):
     return log
 
 
-def test_progress_is_a_bar_on_a_terminal_and_rare_plain_lines_elsewhere(tmp_path, capsys, monkeypatch):
+def test_progress_is_a_bar_on_a_terminal_and_rare_plain_lines_elsewhere(
+        tmp_path, capsys, monkeypatch):
     clock = iter(range(0, 10_000, 10))  # ten seconds between any two looks at it
     monkeypatch.setattr(logger.time, "time", lambda: next(clock))
 
@@ -159,10 +185,12 @@ def test_progress_is_a_bar_on_a_terminal_and_rare_plain_lines_elsewhere(tmp_path
 
     bar = show(is_terminal=True)
     assert "[########            ] sampling 40/100, 2.0/s, 30 s left" in bar and "\n" not in bar
-    assert bar.rpartition("\r")[2] == "" and bar.split("\r")[-2].strip() == ""  # it wipes itself out
+    # it wipes itself out
+    assert bar.rpartition("\r")[2] == "" and bar.split("\r")[-2].strip() == ""
     assert show(is_terminal=False) == "sampling 60/100, 2.0/s, 20 s left\n"
     assert show(is_terminal=True, active=False) == ""
-    with pytest.raises(RuntimeError), make_logger(tmp_path, is_terminal=True).progress("sampling") as progress:
+    with (pytest.raises(RuntimeError),
+          make_logger(tmp_path, is_terminal=True).progress("sampling") as progress):
         progress(40, 100)
         raise RuntimeError("what is said of it must not stand behind the bar")
     assert capsys.readouterr().out.split("\r")[-2:] == [" " * 84, ""]
@@ -170,18 +198,22 @@ def test_progress_is_a_bar_on_a_terminal_and_rare_plain_lines_elsewhere(tmp_path
 
 def test_long_completions_are_shortened_in_the_middle():
     shortened = logger._shorten("a" * 1000 + "b" * 1000)
-    assert len(shortened) < 650 and shortened.startswith("aaa") and shortened.endswith("bbb") and " ... " in shortened
+    assert (len(shortened) < 650 and shortened.startswith("aaa") and shortened.endswith("bbb")
+            and " ... " in shortened)
     assert logger._shorten("short") == "short"
 
 
-def test_the_end_of_a_run_says_what_rose_where_the_best_model_is_and_how_to_try_it(tmp_path, capsys, monkeypatch):
+def test_the_end_of_a_run_says_what_rose_where_the_best_model_is_and_how_to_try_it(
+        tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert main.main([*SHORT, f"run.dir={tmp_path}", "run.name=a", "validation.every=1"]) == 0
     said = capsys.readouterr().out.splitlines()
     summary = json.loads(said[-1])
     first, last, best = summary["first"], summary["last"], summary["best"]
-    assert said[-3].startswith(f"solved {first['eval/solved']:.3f} -> {last['eval/solved']:.3f}, best of 2 {first['eval/best_of_n']:.3f} -> ")
-    assert f"reward {first['eval/reward']:.3f} -> {last['eval/reward']:.3f}, in 3 steps and " in said[-3]
+    assert said[-3].startswith(f"solved {first['eval/solved']:.3f} -> {last['eval/solved']:.3f}, "
+                               f"best of 2 {first['eval/best_of_n']:.3f} -> ")
+    assert (f"reward {first['eval/reward']:.3f} -> {last['eval/reward']:.3f}, in 3 steps and "
+            in said[-3])
     place, _, command = said[-2].partition("; try it: ")
     assert place == f"the best model, of step {best['step']}, is in {tmp_path / 'a' / 'best'}"
     tried = run("sh", "-c", command)
@@ -191,11 +223,15 @@ def test_the_end_of_a_run_says_what_rose_where_the_best_model_is_and_how_to_try_
 
 def test_the_best_model_has_a_card_whose_lines_work(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert main.main([*SHORT, f"run.dir={tmp_path}", "run.name=a", "training.max_steps=1", "sampling.top_p=0.9"]) == 0
+    assert main.main([*SHORT, f"run.dir={tmp_path}", "run.name=a", "training.max_steps=1",
+                      "sampling.top_p=0.9"]) == 0
     card = (tmp_path / "a" / "best" / "README.md").read_text()
-    entries = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
-    assert card.startswith("---\nlibrary_name: transformers\ntags:") and "`tiny/model`" in card and "base_model" not in card  # which is for hub ids
-    assert f"| eval/solved | {entries[0]['eval/solved']:.3f}" in card and "max_new_gen_tokens: 24" in card
+    entries = [json.loads(line)
+               for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
+    assert (card.startswith("---\nlibrary_name: transformers\ntags:") and "`tiny/model`" in card
+            and "base_model" not in card)  # which is for hub ids
+    assert (f"| eval/solved | {entries[0]['eval/solved']:.3f}" in card
+            and "max_new_gen_tokens: 24" in card)
     assert "temperature=1.0, top_k=0, top_p=0.9)" in card
     (tmp_path / "use.py").write_text(card.split("```python\n")[1].split("```")[0])
     said = ranks(1, run_script, str(tmp_path / "use.py")).stdout
@@ -205,7 +241,8 @@ def test_the_best_model_has_a_card_whose_lines_work(tmp_path, monkeypatch):
 def test_curves_are_drawn_again_while_the_run_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(logger, "SECONDS_BETWEEN_DRAWINGS", 0)
     times = []
-    monkeypatch.setattr(logger.Logger, "_draw_curves", lambda self: (times.append(len(self.history)), DRAW_CURVES(self)))
+    monkeypatch.setattr(logger.Logger, "_draw_curves",
+                        lambda self: (times.append(len(self.history)), DRAW_CURVES(self)))
     assert main.main([*SHORT, f"run.dir={tmp_path}", "run.name=a"]) == 0
     assert times == [1, 2, 3, 4, 5]  # the first evaluation, three steps, the last evaluation
     assert (tmp_path / "a" / "curves.png").read_bytes().startswith(b"\x89PNG")

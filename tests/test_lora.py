@@ -5,7 +5,15 @@ import sys
 import pytest
 import torch
 import transformers
-from conftest import clear_choices, make_config, make_trajectories, plain_logprobs, plain_loss, read_jsonl, relative_error
+from conftest import (
+    clear_choices,
+    make_config,
+    make_trajectories,
+    plain_logprobs,
+    plain_loss,
+    read_jsonl,
+    relative_error,
+)
 from processes import ROOT, ranks
 from test_learning import BOUND, GROUP, QUESTIONS, TEMPERATURE, L
 from test_resume import SMALL, digest, run_without_curves
@@ -18,12 +26,14 @@ sys.path.append(str(ROOT / "examples"))
 import ask
 
 LORA = ["model.lora_rank=4", "model.lora_alpha=8"]
-FAMILY = ["training.kl_beta=0.05", "training.updates_per_batch=2", "training.clip=[0.2,0.2]", "training.scale_rewards=group",
-          "training.loss_normalizer=tokens", "training.mask_truncated=true"]
+FAMILY = ["training.kl_beta=0.05", "training.updates_per_batch=2", "training.clip=[0.2,0.2]",
+          "training.scale_rewards=group", "training.loss_normalizer=tokens",
+          "training.mask_truncated=true"]
 
 
 def with_adapters(size=0.1, **more):
-    """A model whose adapters have learned something already: fresh ones add nothing. `size`: of what they have learned."""
+    """A model whose adapters have learned something already: fresh ones add nothing. `size`: of
+    what they have learned."""
     config = make_config(model__lora_rank=4, model__precision="float32", **more)
     model, tokenizer = main.load_model(config, torch.device("cpu"))
     with torch.no_grad():
@@ -34,31 +44,42 @@ def with_adapters(size=0.1, **more):
 
 
 @pytest.mark.mathematics
-def test_only_the_adapters_learn_and_the_kl_term_measures_from_the_model_without_them(one_rank, model_folder):
-    """Against the plain formula, whose reference is the model that the adapters were added to. In float64, which GPT-2 computes in
-    throughout."""
+def test_only_the_adapters_learn_and_the_kl_term_measures_from_the_model_without_them(
+        one_rank, model_folder):
+    """Against the plain formula, whose reference is the model that the adapters were added to. In
+    float64, which GPT-2 computes in throughout."""
     folder = model_folder("gpt2")
-    model, _, config = with_adapters(0.02, model__name=str(folder), training__kl_beta=0.5, training__max_new_gen_tokens=L,
-                                     sampling__temperature=TEMPERATURE, training__max_grad_norm=None, training__tokens_per_micro_batch=60)
-    base, model = transformers.AutoModelForCausalLM.from_pretrained(folder).double().eval(), model.double()
+    model, _, config = with_adapters(
+        0.02, model__name=str(folder), training__kl_beta=0.5, training__max_new_gen_tokens=L,
+        sampling__temperature=TEMPERATURE, training__max_grad_norm=None,
+        training__tokens_per_micro_batch=60)
+    base, model = (transformers.AutoModelForCausalLM.from_pretrained(folder).double().eval(),
+                   model.double())
     trajectories = make_trajectories(QUESTIONS * GROUP)
-    against = [[value.item() for value in row] for row in plain_logprobs(base, trajectories, TEMPERATURE)]
-    plain_loss(model, trajectories, QUESTIONS * GROUP, L, TEMPERATURE, beta=0.5, reference=against).backward()
+    against = [[value.item() for value in row]
+               for row in plain_logprobs(base, trajectories, TEMPERATURE)]
+    plain_loss(model, trajectories, QUESTIONS * GROUP, L, TEMPERATURE, beta=0.5,
+               reference=against).backward()
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     expected = torch.cat([parameter.grad.flatten() for parameter in learning])
     model.zero_grad()
     policy = DistributedDataParallel(main.Policy(model, TEMPERATURE, mixed=False))
-    metrics = main.policy_gradient(policy, trajectories, config, one_rank, lambda *_: None, main.make_reference(model, config))
+    metrics = main.policy_gradient(policy, trajectories, config, one_rank, lambda *_: None,
+                                   main.make_reference(model, config))
     assert 1e-3 < metrics["kl"] < 0.3  # as in training
-    assert relative_error(torch.cat([parameter.grad.flatten() for parameter in learning]), expected) < BOUND[torch.float64]
+    assert relative_error(torch.cat([parameter.grad.flatten() for parameter in learning]),
+                          expected) < BOUND[torch.float64]
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    assert names and all("lora_" in name for name in names) and not any("lm_head" in name for name in names)
+    assert (names and all("lora_" in name for name in names)
+            and not any("lm_head" in name for name in names))
 
 
 def test_lora_targets_names_the_layers_that_get_adapters():
     model, _, _ = with_adapters(model__lora_targets=["q_proj", "v_proj"])
-    assert {name.split(".")[-4] for name, parameter in model.named_parameters() if parameter.requires_grad} == {"q_proj", "v_proj"}
-    with pytest.raises(main.UserError, match=r"model.lora_targets: .* has no layers named no_such, v_prj"):
+    assert {name.split(".")[-4] for name, parameter in model.named_parameters()
+            if parameter.requires_grad} == {"q_proj", "v_proj"}
+    with pytest.raises(main.UserError,
+                       match=r"model.lora_targets: .* has no layers named no_such, v_prj"):
         with_adapters(model__lora_targets=["no_such", "q_proj", "v_prj"])
 
 
@@ -70,14 +91,16 @@ def test_without_peft_the_one_line_says_what_to_install(monkeypatch):
 
 @pytest.mark.mathematics
 def test_both_engines_sample_through_the_adapters():
-    """At top_k 1 there is one answer: that of the model with the adapters added in, and not that of the model without them."""
+    """At top_k 1 there is one answer: that of the model with the adapters added in, and not that of
+    the model without them."""
     model, tokenizer, config = with_adapters(sampling__top_k=1, training__max_new_gen_tokens=24)
     task = main.load_task(config.task)
     rows = task.load(str(ROOT / "tiny" / "countdown.parquet"), 4)
 
     def answers(model, engine):
         config.sampling.engine = engine
-        trajectories = main.sample_trajectories(model, tokenizer, task, rows, 2, config, lambda *_: None)
+        trajectories = main.sample_trajectories(model, tokenizer, task, rows, 2, config,
+                                                lambda *_: None)
         return [trajectory.completion_ids for trajectory in trajectories]
 
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
@@ -85,18 +108,23 @@ def test_both_engines_sample_through_the_adapters():
     expected = answers(merged, "generate")
     for row, completion in zip([row for row in rows for _ in range(2)], expected, strict=True):
         prompt = tokenizer(row["prompt"])["input_ids"]
-        assert clear_choices(merged(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1:-1]) == completion
-    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())  # merging left it as it was
+        assert clear_choices(
+            merged(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1:-1]) == completion
+    # merging left it as it was
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
     assert answers(model, "generate") == expected and answers(model, "continuous") == expected
-    assert expected != answers(transformers.AutoModelForCausalLM.from_pretrained(ROOT / "tiny" / "model"), "generate")
+    assert expected != answers(
+        transformers.AutoModelForCausalLM.from_pretrained(ROOT / "tiny" / "model"), "generate")
 
 
-def test_best_is_an_adapter_that_loads_from_anywhere_or_a_whole_model_on_request(tmp_path, monkeypatch):
+def test_best_is_an_adapter_that_loads_from_anywhere_or_a_whole_model_on_request(
+        tmp_path, monkeypatch):
     ids = torch.arange(2, 30)[None]
     logits = []
     for merged in ("false", "true"):
-        assert main.main([*SMALL, *LORA, "training.max_steps=2", "validation.every=1", f"model.lora_merged={merged}",
-                          "training.learning_rate=0.02", f"run.dir={tmp_path / merged}"]) == 0
+        assert main.main([*SMALL, *LORA, "training.max_steps=2", "validation.every=1",
+                          f"model.lora_merged={merged}", "training.learning_rate=0.02",
+                          f"run.dir={tmp_path / merged}"]) == 0
         monkeypatch.chdir("/")
         best = tmp_path / merged / "a" / "best"
         model = transformers.AutoModelForCausalLM.from_pretrained(best).eval()
@@ -110,12 +138,15 @@ def test_best_is_an_adapter_that_loads_from_anywhere_or_a_whole_model_on_request
 
 
 @pytest.mark.parametrize("more", [[], LORA], ids=["full", "LoRA"])
-def test_with_the_whole_family_switched_on_a_resumed_run_ends_as_an_uninterrupted_one(more, tmp_path):
-    """On two ranks. The reference stays the model that the run began with, and not what it had become by the checkpoint."""
+def test_with_the_whole_family_switched_on_a_resumed_run_ends_as_an_uninterrupted_one(
+        more, tmp_path):
+    """On two ranks. The reference stays the model that the run began with, and not what it had
+    become by the checkpoint."""
     def outcome(folder, *steps):
         for max_steps in steps:
-            result = ranks(2, run_without_curves, *SMALL, *FAMILY, *more, f"training.max_steps={max_steps}", "checkpoint.every=2",
-                              "validation.every=2", f"run.dir={folder}")
+            result = ranks(2, run_without_curves, *SMALL, *FAMILY, *more,
+                           f"training.max_steps={max_steps}", "checkpoint.every=2",
+                           "validation.every=2", f"run.dir={folder}")
             assert result.returncode == 0, result.stderr
         metrics = [{key: value for key, value in entry.items() if key not in TIMES}
                    for entry in read_jsonl(folder / "a" / "metrics.jsonl")]
@@ -144,20 +175,26 @@ def test_gradient_checkpointing_changes_nothing_about_adapters(one_rank):
     gradients = []
     for checkpointing in (False, True):
         torch.manual_seed(1)
-        model, _, config = with_adapters(model__gradient_checkpointing=checkpointing, training__max_grad_norm=None)
-        policy = DistributedDataParallel(main.Policy(model.double().train(), TEMPERATURE, mixed=False))
-        main.policy_gradient(policy, make_trajectories(QUESTIONS * GROUP), config, one_rank, lambda *_: None)
-        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.requires_grad]))
+        model, _, config = with_adapters(model__gradient_checkpointing=checkpointing,
+                                         training__max_grad_norm=None)
+        policy = DistributedDataParallel(
+            main.Policy(model.double().train(), TEMPERATURE, mixed=False))
+        main.policy_gradient(policy, make_trajectories(QUESTIONS * GROUP), config, one_rank,
+                             lambda *_: None)
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()
+                                    if parameter.requires_grad]))
     assert relative_error(gradients[1], gradients[0]) < BOUND[torch.float64]
 
 
 
 
 def test_in_mixed_precision_what_does_not_learn_lies_in_bfloat16_and_is_shared_with_the_sampler():
-    model, _ = main.load_model(make_config(model__lora_rank=4, model__precision="mixed"), torch.device("cpu"))
+    model, _ = main.load_model(make_config(model__lora_rank=4, model__precision="mixed"),
+                               torch.device("cpu"))
     sampler = main.make_sampler(model, make_config(model__precision="mixed"))
     for parameter, copied in zip(model.parameters(), sampler.parameters(), strict=True):
-        assert parameter.dtype == (torch.float32 if parameter.requires_grad else torch.bfloat16) and copied.dtype == torch.bfloat16
+        assert (parameter.dtype == (torch.float32 if parameter.requires_grad else torch.bfloat16)
+                and copied.dtype == torch.bfloat16)
         assert (parameter.data_ptr() == copied.data_ptr()) == (not parameter.requires_grad)
 
 
@@ -168,12 +205,14 @@ def test_the_kl_is_exactly_zero_as_long_as_nothing_was_learned(more, precision):
     config = make_config(model__precision=precision, training__kl_beta=0.1, **more)
     model, _ = main.load_model(config, torch.device("cpu"))
     batch = main.collate(make_trajectories(12), torch.device("cpu"))
-    logprobs, _ = main.Policy(model.train(), config.sampling.temperature, precision == "mixed")(**batch)
+    logprobs, _ = main.Policy(
+        model.train(), config.sampling.temperature, precision == "mixed")(**batch)
     assert torch.equal(main.make_reference(model, config)(**batch), logprobs)
 
 
 def test_asking_best_of_a_run_with_adapters(tmp_path, capsys):
-    assert main.main([*SMALL, *LORA, "training.max_steps=1", "training.learning_rate=0.02", f"run.dir={tmp_path}"]) == 0
+    assert main.main([*SMALL, *LORA, "training.max_steps=1", "training.learning_rate=0.02",
+                      f"run.dir={tmp_path}"]) == 0
     capsys.readouterr()
     assert ask.ask(["--model", str(tmp_path / "a" / "best"), "3", "7", "25", "=", "88"]) == 0
     assert capsys.readouterr().out.count("--- answer") == 4

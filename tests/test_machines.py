@@ -1,4 +1,5 @@
-"""Two network namespaces as two machines, one rank each, that meet over the link between them and share no folder for their runs."""
+"""Two network namespaces as two machines, one rank each, that meet over the link between them and
+share no folder for their runs."""
 
 import itertools
 import os
@@ -13,14 +14,16 @@ import pytest
 from processes import ROOT
 from test_resume import SMALL, digest, outcome, uninterrupted, without_files
 
-pytestmark = [pytest.mark.soak, pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None,
-                                                   reason="making network namespaces takes root, and ip from iproute2")]
+pytestmark = [pytest.mark.soak, pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("ip") is None,
+    reason="making network namespaces takes root, and ip from iproute2")]
 STEPS = ["checkpoint.every=1", "validation.every=3", "training.max_steps=8"]
 
 
 @pytest.fixture
 def machines():
-    """Names of two namespaces that reach each other as 10.199.0.1 and 10.199.0.2, by an interface called `wire`."""
+    """Names of two namespaces that reach each other as 10.199.0.1 and 10.199.0.2, by an interface
+    called `wire`."""
     names = [f"grpo-{os.getpid()}-{i}" for i in (1, 2)]
 
     def ip(*arguments):
@@ -29,7 +32,8 @@ def machines():
     try:
         for name in names:
             ip("netns", "add", name)
-        ip("link", "add", "wire", "netns", names[0], "type", "veth", "peer", "name", "wire", "netns", names[1])
+        ip("link", "add", "wire", "netns", names[0], "type", "veth", "peer", "name", "wire",
+           "netns", names[1])
         for i, name in enumerate(names, start=1):
             ip("-n", name, "addr", "add", f"10.199.0.{i}/24", "dev", "wire")
             ip("-n", name, "link", "set", "wire", "up")
@@ -45,16 +49,21 @@ class Machine:
 
     def __init__(self, name, number, run_dir: Path, port: int, log: Path):
         self.log = log
-        command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1",
-                   "--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint=10.199.0.1:{port}", "--rdzv-id=test",
+        command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run",
+                   "--nnodes=2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d",
+                   f"--rdzv-endpoint=10.199.0.1:{port}", "--rdzv-id=test",
                    f"--local-addr=10.199.0.{number}",
-                   f"--rdzv-conf=is_host={number == 1}",  # which torchrun finds out by host names, of which there are none here
+                   # which torchrun finds out by host names, of which there are none here
+                   f"--rdzv-conf=is_host={number == 1}",
                    "main.py", *SMALL, *STEPS, f"run.dir={run_dir}"]
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "wire", "HF_HUB_OFFLINE": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "wire", "HF_HUB_OFFLINE": "1",
+                       "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         with open(log, "a") as output:
-            self.process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, env=environment, start_new_session=True)
+            self.process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output,
+                                            env=environment, start_new_session=True)
         cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(self.process.pid, {cores[number % len(cores)]})  # a core each, which its children inherit
+        # a core each, which its children inherit
+        os.sched_setaffinity(self.process.pid, {cores[number % len(cores)]})
 
     def kill(self):
         """As when its power goes: torchrun and its worker at once."""
@@ -74,11 +83,13 @@ class Machine:
 
 
 def children(pid):
-    found = [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
+    found = [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children")
+             for child in path.read_text().split()]
     return list(itertools.chain(found, *map(children, found)))
 
 
-def test_two_machines_train_as_one_does_and_one_that_is_killed_and_started_again_goes_on(machines, tmp_path):
+def test_two_machines_train_as_one_does_and_one_that_is_killed_and_started_again_goes_on(
+        machines, tmp_path):
     expected = uninterrupted(2, tmp_path / "whole", *STEPS)
     first = Machine(machines[0], 1, tmp_path / "disk-1", 29500, tmp_path / "log-1")
     second = Machine(machines[1], 2, tmp_path / "disk-2", 29500, tmp_path / "log-2")
@@ -98,4 +109,5 @@ def test_two_machines_train_as_one_does_and_one_that_is_killed_and_started_again
     for machine in swapped:
         machine.end()
     assert "step-000007" in swapped[0].log.read_text()
-    assert digest(tmp_path / "disk-3" / "a" / "checkpoints" / "step-000008" / "tensors.safetensors") == expected["tensors"]
+    assert digest(tmp_path / "disk-3" / "a" / "checkpoints" / "step-000008"
+                  / "tensors.safetensors") == expected["tensors"]

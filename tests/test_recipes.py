@@ -20,34 +20,46 @@ STUBS = {"srun": '#!/bin/bash\nexec "$@"\n',
 
 @pytest.mark.parametrize("recipe", sorted(path.name for path in (ROOT / "recipes").glob("*.yaml")))
 def test_each_recipe_runs_for_a_step_with_a_tiny_model(recipe, tmp_path):
-    """With all its keys but those of size: its model and data, which a test cannot fetch, and how many tokens and questions."""
+    """With all its keys but those of size: its model and data, which a test cannot fetch, and how
+    many tokens and questions."""
     data = "examples/gsm8k.jsonl" if "gsm8k" in recipe else "tiny/countdown.parquet"
-    small = ["model.name=tiny/model", f"data.dataset={data}", "data.max_rows=200", "data.num_validation=4", "data.max_prompt_tokens=490",
-             "training.max_new_gen_tokens=20", "training.num_samples_per_step=2", "training.max_steps=1", "validation.best_of_n=2"]
-    assert main.main(["--config", f"recipes/{recipe}", *small, f"run.dir={tmp_path}", "run.name=a"]) == 0
+    small = ["model.name=tiny/model", f"data.dataset={data}", "data.max_rows=200",
+             "data.num_validation=4", "data.max_prompt_tokens=490",
+             "training.max_new_gen_tokens=20", "training.num_samples_per_step=2",
+             "training.max_steps=1", "validation.best_of_n=2"]
+    assert main.main(["--config", f"recipes/{recipe}", *small, f"run.dir={tmp_path}",
+                      "run.name=a"]) == 0
     evaluation, step, _ = read_jsonl(tmp_path / "a" / "metrics.jsonl")
     assert "eval/solved" in evaluation and step["step"] == 1 and step["non_finite"] == 0
-    keys, left = main.read_yaml(ROOT / "recipes" / recipe), main.read_yaml(tmp_path / "a" / "config.yaml")
-    assert {key: left[key] for key in keys if not any(argument.startswith(f"{key}=") for argument in small)} == {
-        key: value for key, value in keys.items() if not any(argument.startswith(f"{key}=") for argument in small)}
-    assert "GB" in (ROOT / "recipes" / recipe).read_text().split("\nmodel:")[0]  # what it is meant for
+    keys, left = (main.read_yaml(ROOT / "recipes" / recipe),
+                  main.read_yaml(tmp_path / "a" / "config.yaml"))
+    assert {key: left[key] for key in keys
+            if not any(argument.startswith(f"{key}=") for argument in small)} == {
+                key: value for key, value in keys.items()
+                if not any(argument.startswith(f"{key}=") for argument in small)}
+    # what it is meant for
+    assert "GB" in (ROOT / "recipes" / recipe).read_text().split("\nmodel:")[0]
 
 
 @pytest.mark.soak
-def test_the_slurm_job_saves_its_last_step_when_preempted_asks_to_be_queued_again_and_then_goes_on(tmp_path):
+def test_the_slurm_job_saves_its_last_step_when_preempted_asks_to_be_queued_again_and_then_goes_on(
+        tmp_path):
     """With one machine and one rank; srun and scontrol are stubs."""
     for name, text in STUBS.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}", "STUB_LOG": str(tmp_path / "stub"),
-                   "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "here", "SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": "1",
-                   "SLURM_GPUS_ON_NODE": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ,
+                   "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+                   "STUB_LOG": str(tmp_path / "stub"), "SLURM_SUBMIT_DIR": str(ROOT),
+                   "SLURM_JOB_NODELIST": "here", "SLURM_JOB_ID": str(os.getpid()),
+                   "SLURM_NNODES": "1", "SLURM_GPUS_ON_NODE": "1", "HF_HUB_OFFLINE": "1"}
     output = tmp_path / "output"
 
     def start(*settings, **more):
         with open(output, "a") as file:
-            return subprocess.Popen([ROOT / "recipes" / "slurm.sh", *SMALL, f"run.dir={tmp_path}", "checkpoint.every=100", *settings],
-                                    stdout=file, stderr=file, env={**environment, **more})
+            return subprocess.Popen([ROOT / "recipes" / "slurm.sh", *SMALL, f"run.dir={tmp_path}",
+                                     "checkpoint.every=100", *settings], stdout=file, stderr=file,
+                                    env={**environment, **more})
 
     job = start("training.max_steps=100000", "run.resume=never")
     end = time.time() + 120
@@ -56,8 +68,10 @@ def test_the_slurm_job_saves_its_last_step_when_preempted_asks_to_be_queued_agai
         time.sleep(0.1)
     job.send_signal(signal.SIGTERM)
     assert job.wait(timeout=30) == 0
-    assert (tmp_path / "stub").read_text() == f"requeue {os.getpid()}\n" and "stopped by SIGTERM; saved up to" in output.read_text()
+    assert ((tmp_path / "stub").read_text() == f"requeue {os.getpid()}\n"
+            and "stopped by SIGTERM; saved up to" in output.read_text())
     saved, = (tmp_path / "a" / "checkpoints").iterdir()
-    job = start(f"training.max_steps={int(saved.name[5:]) + 1}", "run.resume=never", SLURM_RESTART_COUNT="1")
+    job = start(f"training.max_steps={int(saved.name[5:]) + 1}", "run.resume=never",
+                SLURM_RESTART_COUNT="1")
     assert job.wait(timeout=120) == 0, output.read_text()
     assert f"going on from {saved}" in output.read_text() and not (tmp_path / "a-2").exists()

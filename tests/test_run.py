@@ -1,4 +1,5 @@
-"""Whole runs of main.py: what they leave behind, what they say, and what must not change from one to another."""
+"""Whole runs of main.py: what they leave behind, what they say, and what must not change from one
+to another."""
 
 import json
 import random
@@ -16,12 +17,14 @@ from processes import run as run_command
 
 import main
 
-SHORT = ["training.max_steps=3", "training.max_new_gen_tokens=24", "training.num_samples_per_step=2", "training.k_best_of_n=[4,4]",
+SHORT = ["training.max_steps=3", "training.max_new_gen_tokens=24",
+         "training.num_samples_per_step=2", "training.k_best_of_n=[4,4]",
          "data.num_validation=6", "data.max_rows=200", "validation.best_of_n=2"]
 TIMES = {"tokens_per_second", "seconds/sample", "seconds/learn", "memory_gb"}
 
 
-def run(num_ranks, folder, *more, start=lambda num_ranks, *arguments: ranks(num_ranks, run_main, *arguments)):
+def run(num_ranks, folder, *more,
+        start=lambda num_ranks, *arguments: ranks(num_ranks, run_main, *arguments)):
     result = start(num_ranks, *SHORT, f"run.dir={folder}", "run.name=a", *more)
     assert result.returncode == 0, result.stderr
     return result, folder / "a"
@@ -34,28 +37,33 @@ def training_steps(folder):
 
 
 def test_a_run_of_two_ranks_leaves_everything_it_promises(tmp_path):
-    result, folder = run(2, tmp_path, "logging.mlflow=false", "validation.every=2",
-                         start=lambda num_ranks, *arguments: torchrun(num_ranks, "main.py", *arguments))
+    result, folder = run(
+        2, tmp_path, "logging.mlflow=false", "validation.every=2",
+        start=lambda num_ranks, *arguments: torchrun(num_ranks, "main.py", *arguments))
     entries = read_jsonl(folder / "metrics.jsonl")
     assert [(entry["step"], "reward" in entry) for entry in entries] == [
         (0, False), (1, True), (2, True), (2, False), (3, True), (3, False)]
     assert set(entries[1]) == TIMES | {
-        "step", "reward", "reward_std", "reward/format", "reward/format_std", "reward/answer", "reward/answer_std", "solved", "groups_without_signal", "completion_length",
+        "step", "reward", "reward_std", "reward/format", "reward/format_std", "reward/answer",
+        "reward/answer_std", "solved", "groups_without_signal", "completion_length",
         "truncated", "entropy", "grad_norm", "learning_rate", "loss", "updated", "non_finite"}
     assert set(entries[0]) == {
-        "step", "eval/best_of_n", "eval/best_of_n_ci95", "eval/solved", "eval/solved_ci95", "eval/solved/3", "eval/format",
-        "eval/answer", "eval/reward", "eval/completion_length", "eval/truncated"}
+        "step", "eval/best_of_n", "eval/best_of_n_ci95", "eval/solved", "eval/solved_ci95",
+        "eval/solved/3", "eval/format", "eval/answer", "eval/reward", "eval/completion_length",
+        "eval/truncated"}
     assert all(entry[key] > 0 for entry in entries if "reward" in entry for key in TIMES)
 
     samples = read_jsonl(folder / "samples.jsonl")
     assert len(samples) == 3 * 6 * 2
-    assert [(s["step"], s["question"]) for s in samples] == [(step, q) for step in (0, 2, 3) for q in range(6) for _ in range(2)]
+    assert ([(s["step"], s["question"]) for s in samples]
+            == [(step, q) for step in (0, 2, 3) for q in range(6) for _ in range(2)])
     countdown = main.load_task(make_config().task)
     for sample in samples:
         numbers = sample["prompt"].split("numbers ")[1].split(" into")[0]
         target = int(sample["prompt"].split("equals ")[1].split(".")[0])
         row = {"nums": [int(number) for number in numbers.split(",")], "target": target}
-        assert countdown.reward_function(sample["completion"], row) == {"format": sample["format"], "answer": sample["answer"]}
+        assert (countdown.reward_function(sample["completion"], row)
+                == {"format": sample["format"], "answer": sample["answer"]})
 
     settings = yaml.safe_load((folder / "config.yaml").read_text())
     assert settings["training"]["max_steps"] == 3 and settings["model"]["precision"] == "float32"
@@ -64,41 +72,53 @@ def test_a_run_of_two_ranks_leaves_everything_it_promises(tmp_path):
     assert json.loads(result.stdout.splitlines()[-1]) == summary
     assert summary["first"] == entries[0] and summary["last"] == entries[-1]
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "best")
-    assert len(transformers.AutoTokenizer.from_pretrained(folder / "best")) == model.config.vocab_size
-    assert "\r" not in result.stdout and result.stdout.count("-> reward") == 9  # three completions an evaluation, plain lines
+    assert (len(transformers.AutoTokenizer.from_pretrained(folder / "best"))
+            == model.config.vocab_size)
+    # three completions an evaluation, plain lines
+    assert "\r" not in result.stdout and result.stdout.count("-> reward") == 9
     assert sum(line.startswith("step ") for line in result.stdout.splitlines()) == 3
 
-    # Evaluating at another rhythm, and cutting the batch otherwise, change no training metric beyond rounding.
-    _, other = run(2, tmp_path / "other", "validation.every=1", "training.tokens_per_micro_batch=100")
+    # Evaluating at another rhythm, and cutting the batch otherwise, change no training metric
+    # beyond rounding.
+    _, other = run(2, tmp_path / "other", "validation.every=1",
+                   "training.tokens_per_micro_batch=100")
     for ours, theirs in zip(training_steps(folder), training_steps(other), strict=True):
-        assert ours == {key: pytest.approx(value, rel=1e-4, abs=1e-7) for key, value in theirs.items()}
+        assert ours == {key: pytest.approx(value, rel=1e-4, abs=1e-7)
+                        for key, value in theirs.items()}
 
 
 def test_sil_on_three_ranks_and_evaluation_alone(tmp_path):
-    _, folder = run(3, tmp_path, "training.learning_type=sil", "training.k_best_of_n=[1,4]", "training.max_steps=1")
+    _, folder = run(3, tmp_path, "training.learning_type=sil", "training.k_best_of_n=[1,4]",
+                    "training.max_steps=1")
     assert len(training_steps(folder)) == 1
-    result = run_command(sys.executable, ROOT / "main.py", *SHORT, "training.max_steps=0", "run.dir=.", "run.name=b",
+    result = run_command(sys.executable, ROOT / "main.py", *SHORT, "training.max_steps=0",
+                         "run.dir=.", "run.name=b",
                          cwd=tmp_path)  # plain python is one rank, from anywhere
     assert result.returncode == 0, result.stderr
-    assert [list(entry)[:2] for entry in read_jsonl(tmp_path / "b" / "metrics.jsonl")] == [["step", "eval/best_of_n"]]
+    assert [list(entry)[:2] for entry in read_jsonl(tmp_path / "b" / "metrics.jsonl")] == [
+        ["step", "eval/best_of_n"]]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_architecture_trains_a_step(architecture, model_folder, tmp_path, capsys):
     folder = model_folder(architecture)
-    assert main.main([*SHORT, "training.max_steps=1", f"model.name={folder}", f"run.dir={tmp_path}", "run.name=a"]) == 0
+    assert main.main([*SHORT, "training.max_steps=1", f"model.name={folder}", f"run.dir={tmp_path}",
+                      "run.name=a"]) == 0
     entry = training_steps(tmp_path / "a")[0]
     assert entry["completion_length"] > 1
     before = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    assert type(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "best")) is type(before)
+    assert (type(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "best"))
+            is type(before))
 
 
 def test_a_users_mistake_is_one_line_and_exit_code_two_on_every_rank(tmp_path):
     result = torchrun(2, "main.py", "training.learning_rat=1", f"run.dir={tmp_path}")
     assert result.returncode == 1  # torchrun's own
-    assert "error: training.learning_rat=1: there is no such key; the nearest is training.learning_rate\n" in result.stderr
+    assert ("error: training.learning_rat=1: there is no such key; "
+            "the nearest is training.learning_rate\n" in result.stderr)
     assert result.stderr.count("error: training") == 1
-    assert result.stderr.count("exitcode  : 2") == 2 and "exitcode  : 1" not in result.stderr.replace("exitcode  : 2", "")
+    assert (result.stderr.count("exitcode  : 2") == 2
+            and "exitcode  : 1" not in result.stderr.replace("exitcode  : 2", ""))
     assert "Traceback (most recent call last):\n  File \"" + str(ROOT) not in result.stderr
 
 
@@ -106,11 +126,15 @@ def test_a_users_mistake_is_one_line_and_exit_code_two_on_every_rank(tmp_path):
 
 def test_the_split_is_by_content_and_the_order_by_seed_alone(tmp_path, monkeypatch):
     problems = [([a, b, 7], 10 + a) for a in range(1, 9) for b in range(1, 9)]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"nums": nums, "target": target}) + "\n" for nums, target in problems))
-    # a and b swapped is another problem only when the target differs; each is also given once more in another order
+    (tmp_path / "data.jsonl").write_text("".join(
+        json.dumps({"nums": nums, "target": target}) + "\n" for nums, target in problems))
+    # a and b swapped is another problem only when the target differs; each is also given once more
+    # in another order
     with open(tmp_path / "data.jsonl", "a") as file:
-        file.writelines(json.dumps({"nums": nums[::-1], "target": target}) + "\n" for nums, target in problems)
-    config = make_config(data__dataset=str(tmp_path / "data.jsonl"), data__num_validation=10, training__num_samples_per_step=4)
+        file.writelines(json.dumps({"nums": nums[::-1], "target": target}) + "\n"
+                        for nums, target in problems)
+    config = make_config(data__dataset=str(tmp_path / "data.jsonl"), data__num_validation=10,
+                         training__num_samples_per_step=4)
     task = main.load_task(make_config().task)
 
     def content(rows):
@@ -119,7 +143,8 @@ def test_the_split_is_by_content_and_the_order_by_seed_alone(tmp_path, monkeypat
     training, validation = main.load_questions(task, None, config, None)
     assert len(validation) == len(set(content(validation))) == 10
     assert not set(content(training)) & set(content(validation))
-    assert set(content(training)) | set(content(validation)) == {(tuple(sorted(nums)), target) for nums, target in problems}
+    assert (set(content(training)) | set(content(validation))
+            == {(tuple(sorted(nums)), target) for nums, target in problems})
 
     def batches(num_ranks, per_rank, steps):
         config.training.num_samples_per_step = per_rank
@@ -143,28 +168,35 @@ def test_the_split_is_by_content_and_the_order_by_seed_alone(tmp_path, monkeypat
 def test_best_of_n_and_mean_accuracy_by_hand():
     task = main.load_task(make_config().task)
     solved = [[1, 0, 0], [0, 0, 0], [1, 1, 1], [0, 1, 1], [0, 0, 0]]
-    groups = [[main.Trajectory({"group": 3 + (i > 2)}, [], [0] * (j + 1), "", j == 2, {"format": 0.5, "answer": float(value)}, value + 0.05)
+    groups = [[main.Trajectory({"group": 3 + (i > 2)}, [], [0] * (j + 1), "", j == 2,
+                               {"format": 0.5, "answer": float(value)}, value + 0.05)
                for j, value in enumerate(values)] for i, values in enumerate(solved)]
     metrics = main.evaluation_metrics(groups, task)
     assert metrics == pytest.approx({
-        "eval/best_of_n": 3 / 5, "eval/solved": 6 / 15, "eval/solved/3": 4 / 9, "eval/solved/4": 2 / 6,
+        "eval/best_of_n": 3 / 5, "eval/solved": 6 / 15, "eval/solved/3": 4 / 9,
+        "eval/solved/4": 2 / 6,
         # 1.96 standard errors of the mean over the five questions
         "eval/best_of_n_ci95": 1.96 * (0.3 / 5) ** 0.5,
-        "eval/solved_ci95": 1.96 * (((1 / 3 - .4) ** 2 + .16 + .36 + (2 / 3 - .4) ** 2 + .16) / 4 / 5) ** 0.5,
-        "eval/format": 0.5, "eval/answer": 0.4, "eval/reward": 0.45, "eval/completion_length": 2, "eval/truncated": 1 / 3})
+        "eval/solved_ci95":
+            1.96 * (((1 / 3 - .4) ** 2 + .16 + .36 + (2 / 3 - .4) ** 2 + .16) / 4 / 5) ** 0.5,
+        "eval/format": 0.5, "eval/answer": 0.4, "eval/reward": 0.45, "eval/completion_length": 2,
+        "eval/truncated": 1 / 3})
 
 
 def evaluate_made_up_answers(folder):
     """Rank 0 leaves what it gathered behind."""
     def answers(model, tokenizer, task, rows, num_samples, config, progress):
-        return [main.Trajectory(row, [], [0], str(j < row["solved_by"]), False) for row in rows for j in range(num_samples)]
+        return [main.Trajectory(row, [], [0], str(j < row["solved_by"]), False)
+                for row in rows for j in range(num_samples)]
 
-    task = SimpleNamespace(REWARD_WEIGHTS={"right": 1.0}, SOLVED="right",
-                           reward_function=lambda completion, row: {"right": float(completion == "True")})
+    task = SimpleNamespace(
+        REWARD_WEIGHTS={"right": 1.0}, SOLVED="right",
+        reward_function=lambda completion, row: {"right": float(completion == "True")})
     main.setup_distributed()
     main.sample_trajectories = answers
     rows = [{"question": i, "solved_by": i} for i in range(5)]
-    evaluation = main.evaluate(None, None, task, rows, 0, make_config(validation__best_of_n=3), None)
+    evaluation = main.evaluate(None, None, task, rows, 0, make_config(validation__best_of_n=3),
+                               None)
     assert (evaluation is not None) == (main.RANK == 0)
     if evaluation:
         metrics, groups = evaluation
@@ -174,7 +206,8 @@ def evaluate_made_up_answers(folder):
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_five_questions_are_evaluated_and_gathered_in_order_on_any_number_of_ranks(num_ranks, tmp_path):
+def test_five_questions_are_evaluated_and_gathered_in_order_on_any_number_of_ranks(
+        num_ranks, tmp_path):
     result = ranks(num_ranks, evaluate_made_up_answers, tmp_path)
     assert result.returncode == 0, result.stderr
     found = json.loads((tmp_path / "evaluation.json").read_text())
@@ -186,10 +219,12 @@ def test_five_questions_are_evaluated_and_gathered_in_order_on_any_number_of_ran
 
 def test_step_metrics_are_means_over_groups_and_answers(one_rank):
     stream = random.Random(0)
-    groups = [[main.Trajectory({}, [], [0] * stream.randint(1, 9), "", False, {"format": 1.0, "answer": 0.0}, reward)
+    groups = [[main.Trajectory({}, [], [0] * stream.randint(1, 9), "", False,
+                               {"format": 1.0, "answer": 0.0}, reward)
                for reward in rewards] for rewards in ([0.1, 0.1], [0.0, 1.0], [1.1, 0.1])]
     trajectories = [trajectory for group in groups for trajectory in group]
-    metrics = main.step_metrics(groups, {"sample": 1.5, "learn": 0.5}, main.load_task(make_config().task), one_rank)
+    metrics = main.step_metrics(groups, {"sample": 1.5, "learn": 0.5},
+                                main.load_task(make_config().task), one_rank)
     assert metrics["reward"] == pytest.approx(2.4 / 6)
     assert metrics["reward_std"] == pytest.approx((0 + 0.5 + 0.5) / 3)
     assert metrics["groups_without_signal"] == pytest.approx(1 / 3)
@@ -209,7 +244,8 @@ def test_a_reward_that_is_the_same_for_every_answer_changes_no_weight(tmp_path, 
     monkeypatch.setattr(main, "load_model", remember)
     before = transformers.AutoModelForCausalLM.from_pretrained(ROOT / "tiny" / "model").state_dict()
     for task, learns in (("tests/tasks/constant_reward.py", False), ("countdown", True)):
-        arguments = [*SHORT, "training.max_new_gen_tokens=60", f"task.name={task}", f"run.dir={tmp_path}", f"run.name=learns-{learns}"]
+        arguments = [*SHORT, "training.max_new_gen_tokens=60", f"task.name={task}",
+                     f"run.dir={tmp_path}", f"run.name=learns-{learns}"]
         assert main.main(arguments) == 0
         steps = training_steps(tmp_path / f"learns-{learns}")
         assert any(entry["updated"] for entry in steps) == learns
@@ -220,18 +256,22 @@ def test_a_reward_that_is_the_same_for_every_answer_changes_no_weight(tmp_path, 
 
 
 def test_shuffled_rewards_are_as_frequent_as_the_real_ones_and_tell_nothing():
-    task = main.load_task(make_config(task__name=str(ROOT / "tests" / "tasks" / "shuffled_reward.py")).task)
+    task = main.load_task(
+        make_config(task__name=str(ROOT / "tests" / "tasks" / "shuffled_reward.py")).task)
     row, stream = {"nums": [1, 2], "target": 3}, random.Random(1)
     answers = [stream.random() < 0.3 for _ in range(4000)]
-    parts = [task.reward_function(f"</think><answer>{'1+2' if right else '2-1'}</answer>", row) for right in answers]
+    parts = [task.reward_function(f"</think><answer>{'1+2' if right else '2-1'}</answer>", row)
+             for right in answers]
     paid = [part["shuffled"] for part in parts]
     assert sum(value > 1 for value in paid) == pytest.approx(sum(answers), abs=100)
     paid_when_right = [value > 1 for value, right in zip(paid, answers) if right]
     assert sum(paid_when_right) / len(paid_when_right) == pytest.approx(0.3, abs=0.05)
 
 
-def test_auto_takes_the_faster_engine_says_so_and_keeps_it_when_the_run_goes_on(tmp_path, capsys, monkeypatch):
-    short = [*SHORT, "sampling.engine=auto", f"run.dir={tmp_path}", "run.name=a", "training.max_new_gen_tokens=8"]
+def test_auto_takes_the_faster_engine_says_so_and_keeps_it_when_the_run_goes_on(
+        tmp_path, capsys, monkeypatch):
+    short = [*SHORT, "sampling.engine=auto", f"run.dir={tmp_path}", "run.name=a",
+             "training.max_new_gen_tokens=8"]
     with monkeypatch.context() as patch:
         generate_completions, perf_counter, late = main.generate_completions, time.perf_counter, []
 
@@ -244,8 +284,10 @@ def test_auto_takes_the_faster_engine_says_so_and_keeps_it_when_the_run_goes_on(
         assert main.main([*short, "training.max_steps=1"]) == 0
     said = capsys.readouterr().out
     assert "sampling.engine=auto: generate 50" in said and "; takes continuous\n" in said
-    assert yaml.safe_load((tmp_path / "a" / "config.yaml").read_text())["sampling"]["engine"] == "continuous"
+    assert (yaml.safe_load((tmp_path / "a" / "config.yaml").read_text())["sampling"]["engine"]
+            == "continuous")
     monkeypatch.setattr(main, "generate_completions", None)  # is not called again
     assert main.main([*short, "training.max_steps=2"]) == 0
     assert "engine=continuous" in capsys.readouterr().out
-    assert [entry["step"] for entry in read_jsonl(tmp_path / "a" / "metrics.jsonl") if "reward" in entry] == [1, 2]
+    assert [entry["step"] for entry in read_jsonl(tmp_path / "a" / "metrics.jsonl")
+            if "reward" in entry] == [1, 2]

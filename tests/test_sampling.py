@@ -1,11 +1,20 @@
-"""What is sampled is what the policy says: the right distribution, the right continuation, the right stop."""
+"""What is sampled is what the policy says: the right distribution, the right continuation, the
+right stop."""
 
 import functools
 
 import conftest
 import pytest
 import torch
-from conftest import ARCHITECTURES, VOCABULARY, clear_choices, gradient, make_config, plain_loss, relative_error
+from conftest import (
+    ARCHITECTURES,
+    VOCABULARY,
+    clear_choices,
+    gradient,
+    make_config,
+    plain_loss,
+    relative_error,
+)
 from processes import ROOT
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -14,7 +23,8 @@ import main
 
 pytestmark = pytest.mark.mathematics
 make_model = functools.partial(conftest.make_model, spread=0.25)  # with clear choices
-PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [3, 4], [2, 9, 2, 9, 2]]  # ragged, so that two of them are padded
+# ragged, so that two of them are padded
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [3, 4], [2, 9, 2, 9, 2]]
 
 
 def tokenizer_of(eos: int, pad: int | None):
@@ -34,31 +44,39 @@ def tokenizer_of(eos: int, pad: int | None):
 
 def sample(model, prompts, num_samples, eos=0, pad=0, **overrides):
     rows = [{"prompt": " ".join(map(str, prompt))} for prompt in prompts]
-    return main.sample_trajectories(model, tokenizer_of(eos, pad), None, rows, num_samples, make_config(**overrides),
-                                    lambda *_: None)
+    return main.sample_trajectories(model, tokenizer_of(eos, pad), None, rows, num_samples,
+                                    make_config(**overrides), lambda *_: None)
 
 
 @pytest.mark.parametrize("engine", ["generate", "continuous"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_samples_follow_the_models_softmax_whatever_its_generation_config_says(engine, temperature, tmp_path):
+def test_samples_follow_the_models_softmax_whatever_its_generation_config_says(
+        engine, temperature, tmp_path):
     model = make_model()
-    model.generation_config = GenerationConfig(do_sample=True, temperature=0.3, top_k=1, top_p=0.5, min_p=0.3, typical_p=0.5,
-                                               repetition_penalty=2.0, no_repeat_ngram_size=1, eos_token_id=0)
+    model.generation_config = GenerationConfig(do_sample=True, temperature=0.3, top_k=1, top_p=0.5,
+                                               min_p=0.3, typical_p=0.5, repetition_penalty=2.0,
+                                               no_repeat_ngram_size=1, eos_token_id=0)
     num_samples = 6000
-    trajectories = sample(model, [PROMPTS[0]], num_samples, sampling__temperature=temperature, training__max_new_gen_tokens=2,
-                          sampling__max_rows={"generate": num_samples, "continuous": 250}[engine], sampling__engine=engine)
-    # Every pair of tokens, the second after the first: a repetition penalty would show in the second only.
+    trajectories = sample(model, [PROMPTS[0]], num_samples, sampling__temperature=temperature,
+                          training__max_new_gen_tokens=2,
+                          sampling__max_rows={"generate": num_samples, "continuous": 250}[engine],
+                          sampling__engine=engine)
+    # Every pair of tokens, the second after the first: a repetition penalty would show in the
+    # second only.
     expected = torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.float64)
     for first in range(VOCABULARY):
-        logits = model(torch.tensor([PROMPTS[0] + [first]])).logits[0, -2:].detach().double() / temperature
+        logits = (model(torch.tensor([PROMPTS[0] + [first]])).logits[0, -2:].detach().double()
+                  / temperature)
         expected[first] = torch.softmax(logits[0], -1)[first] * torch.softmax(logits[1], -1)
-    expected[0] = torch.tensor([expected[0].sum()] + [0.0] * (VOCABULARY - 1))  # token 0 ends the answer
+    # token 0 ends the answer
+    expected[0] = torch.tensor([expected[0].sum()] + [0.0] * (VOCABULARY - 1))
     observed = torch.zeros_like(expected)
     for trajectory in trajectories:
         first, second = (trajectory.completion_ids + [0])[:2]
         observed[first, second] += 1
     common = expected * num_samples >= 5  # the rest together as one cell
-    cells = [(observed[common], expected[common] * num_samples), (observed[~common].sum()[None], expected[~common].sum()[None] * num_samples)]
+    cells = [(observed[common], expected[common] * num_samples),
+             (observed[~common].sum()[None], expected[~common].sum()[None] * num_samples)]
     statistic = sum(float(((o - e) ** 2 / e).sum()) for o, e in cells)
     freedom = int(common.sum())
     assert freedom > 20
@@ -71,26 +89,29 @@ def test_samples_follow_the_models_softmax_whatever_its_generation_config_says(e
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_prefix_sharing_padding_and_leaving_early_change_no_token(architecture, monkeypatch):
-    """Greedy answers (top_k 1) to ragged prompts are what one pass without padding or cache would choose."""
+    """Greedy answers (top_k 1) to ragged prompts are what one pass without padding or cache would
+    choose."""
     monkeypatch.setattr(main, "TOKENS_PER_SLICE", 5)
     model, L = make_model(architecture), 40
     model.generation_config.eos_token_id = model.config.eos_token_id = None
     prompts = [*PROMPTS, *([token] * 3 for token in range(18, 24))]
 
     def answers(stop, max_rows):
-        trajectories = sample(model, prompts, 3, eos=stop, sampling__top_k=1, training__max_new_gen_tokens=L,
-                              sampling__max_rows=max_rows)
+        trajectories = sample(model, prompts, 3, eos=stop, sampling__top_k=1,
+                              training__max_new_gen_tokens=L, sampling__max_rows=max_rows)
         for trajectory in trajectories:
             prompt, completion = trajectory.prompt_ids, trajectory.completion_ids
             logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1:-1]
             assert clear_choices(logits) == completion
             assert stop not in completion[:-1] and trajectory.truncated == (completion[-1] != stop)
             assert len(completion) == L if trajectory.truncated else len(completion) <= L
-        assert [t.prompt_ids for t in trajectories] == [prompt for prompt in prompts for _ in range(3)]
+        assert ([t.prompt_ids for t in trajectories]
+                == [prompt for prompt in prompts for _ in range(3)])
         return [t.completion_ids for t in trajectories]
 
     endless = answers(1000, 100)  # no such token: all run to the limit
-    stop = next(ids[i] for ids in endless for i in range(3, 12) if 0 < sum(ids[i] in other for other in endless) < len(endless))
+    stop = next(ids[i] for ids in endless for i in range(3, 12)
+                if 0 < sum(ids[i] in other for other in endless) < len(endless))
     ended = answers(stop, 100)
     assert len({len(ids) for ids in ended}) > 1  # some left early while others went on
     assert answers(stop, 5) == ended  # five rows a call: groups are split between calls
@@ -120,14 +141,17 @@ def test_the_stop_token_is_trained_on_and_padding_is_not_where_both_are_one_id(o
         length = len(trajectory.completion_ids)
         assert row[:length].all() and not row[length:].any()
 
-    config = make_config(training__num_samples_per_step=3, training__max_new_gen_tokens=30, training__max_grad_norm=None)
+    config = make_config(training__num_samples_per_step=3, training__max_new_gen_tokens=30,
+                         training__max_grad_norm=None)
     policy = DistributedDataParallel(main.Policy(model, 1.0, mixed=False))
     main.policy_gradient(policy, trajectories, config, one_rank, lambda *_: None)
     reference = make_model("gpt2", torch.float64)
     plain_loss(reference, trajectories, 3 * 8, 30, 1.0).backward()
     assert relative_error(gradient(model), gradient(reference)) < 1e-11
-    for trajectory in trajectories:  # the same without the stop tokens is another gradient: they do count
-        trajectory.completion_ids = [token for token in trajectory.completion_ids if token != 0] or [1]
+    # the same without the stop tokens is another gradient: they do count
+    for trajectory in trajectories:
+        trajectory.completion_ids = [
+            token for token in trajectory.completion_ids if token != 0] or [1]
     reference = make_model("gpt2", torch.float64)
     plain_loss(reference, trajectories, 3 * 8, 30, 1.0).backward()
     assert relative_error(gradient(model), gradient(reference)) > 1e-3
@@ -136,7 +160,8 @@ def test_the_stop_token_is_trained_on_and_padding_is_not_where_both_are_one_id(o
 def test_sampling_is_repeated_by_the_same_seed_step_and_rank_and_by_nothing_else():
     def draw(seed, step, purpose):
         main.random_stream(seed, step, purpose)
-        return [t.completion_ids for t in sample(model, PROMPTS[:1], 4, training__max_new_gen_tokens=8)]
+        return [t.completion_ids
+                for t in sample(model, PROMPTS[:1], 4, training__max_new_gen_tokens=8)]
     model = make_model()
     assert draw(0, 1, "train") == draw(0, 1, "train")
     others = [draw(1, 1, "train"), draw(0, 2, "train"), draw(0, 1, "evaluate")]
@@ -149,18 +174,22 @@ def test_sampling_works_with_gradient_checkpointing_on_and_leaves_the_model_in_t
     plain = [t.completion_ids for t in sample(model, PROMPTS, 2, training__max_new_gen_tokens=12)]
     model.activation_checkpointing_enable()
     torch.manual_seed(0)
-    assert [t.completion_ids for t in sample(model, PROMPTS, 2, training__max_new_gen_tokens=12)] == plain
+    assert [t.completion_ids
+            for t in sample(model, PROMPTS, 2, training__max_new_gen_tokens=12)] == plain
     assert model.training
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_prompt_may_be_a_single_token(architecture):
     model = make_model(architecture)
-    trajectory, = sample(model, [[5]], 1, eos=1000, sampling__top_k=1, training__max_new_gen_tokens=6)
+    trajectory, = sample(model, [[5]], 1, eos=1000, sampling__top_k=1,
+                         training__max_new_gen_tokens=6)
     logits = model(torch.tensor([[5, *trajectory.completion_ids]])).logits[0]
     assert clear_choices(logits[:-1]) == trajectory.completion_ids
-    logprobs, _ = main.Policy(model, 1.0, mixed=False)(**main.collate([trajectory], torch.device("cpu")))
-    assert torch.allclose(logprobs, logits[:-1].log_softmax(-1).gather(-1, torch.tensor(trajectory.completion_ids)[:, None])[:, 0], atol=1e-5)
+    logprobs, _ = main.Policy(model, 1.0, mixed=False)(
+        **main.collate([trajectory], torch.device("cpu")))
+    assert torch.allclose(logprobs, logits[:-1].log_softmax(-1).gather(
+        -1, torch.tensor(trajectory.completion_ids)[:, None])[:, 0], atol=1e-5)
 
 
 @pytest.mark.parametrize("engine", ["generate", "continuous"])
@@ -168,7 +197,9 @@ def test_each_call_samples_from_the_weights_as_they_are_and_leaves_the_model_as_
     model = make_model().train()
 
     def answers():
-        return [t.completion_ids for t in sample(model, PROMPTS, 2, sampling__top_k=1, training__max_new_gen_tokens=20, sampling__engine=engine)]
+        return [t.completion_ids
+                for t in sample(model, PROMPTS, 2, sampling__top_k=1,
+                                training__max_new_gen_tokens=20, sampling__engine=engine)]
 
     def greedy(prompt):
         ids = list(prompt)
@@ -185,13 +216,15 @@ def test_each_call_samples_from_the_weights_as_they_are_and_leaves_the_model_as_
     after = answers()
     assert after != before and after == [greedy(prompt) for prompt in PROMPTS for _ in range(2)]
     assert model.training and model.config._attn_implementation == "sdpa"
-    model(torch.tensor([PROMPTS[0]])).logits.sum().backward()  # nothing of inference mode is left behind in it
+    # nothing of inference mode is left behind in it
+    model(torch.tensor([PROMPTS[0]])).logits.sum().backward()
 
 
 def test_the_continuous_engine_repeats_itself_with_the_seed_and_only_with_it():
     def draw(seed):
         main.random_stream(seed, 1, "train")
-        return [t.completion_ids for t in sample(model, PROMPTS, 3, training__max_new_gen_tokens=10, sampling__engine="continuous")]
+        return [t.completion_ids for t in sample(model, PROMPTS, 3, training__max_new_gen_tokens=10,
+                                                 sampling__engine="continuous")]
     model = make_model()
     assert draw(0) == draw(0) != draw(1)
 
@@ -199,8 +232,10 @@ def test_the_continuous_engine_repeats_itself_with_the_seed_and_only_with_it():
 def test_an_answer_that_continuous_batching_has_lost_stops_the_run(monkeypatch):
     model = make_model()
     complete = type(model).generate_batch
-    monkeypatch.setattr(type(model), "generate_batch", lambda *arguments: dict(list(complete(*arguments).items())[1:]))
-    with pytest.raises(main.UserError, match="returned 5 of 6 answers.*set sampling.engine to generate"):
+    monkeypatch.setattr(type(model), "generate_batch",
+                        lambda *arguments: dict(list(complete(*arguments).items())[1:]))
+    with pytest.raises(main.UserError,
+                       match="returned 5 of 6 answers.*set sampling.engine to generate"):
         sample(model, PROMPTS, 2, training__max_new_gen_tokens=4, sampling__engine="continuous")
 
 
@@ -210,9 +245,12 @@ def test_the_chat_style_puts_the_same_question_through_the_template():
     row = {"prompt": task.generate_prompt([3, 7, 25], 88)}
     base = tokenizer.decode(main.encode_prompt(row, task, tokenizer, make_config()))
     assert base == row["prompt"] and base.endswith("<think>")
-    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}[assistant]"
-    chat = tokenizer.decode(main.encode_prompt(row, task, tokenizer, make_config(data__prompt_style="chat")))
-    assert chat == f"[system]{task.SYSTEM_MESSAGE}\n[user]{base.removesuffix('<think>').strip()}\n[assistant]<think>"
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}[assistant]")
+    chat = tokenizer.decode(
+        main.encode_prompt(row, task, tokenizer, make_config(data__prompt_style="chat")))
+    assert chat == (f"[system]{task.SYSTEM_MESSAGE}\n"
+                    f"[user]{base.removesuffix('<think>').strip()}\n[assistant]<think>")
 
 
 def test_the_embedded_model_loads_as_any_other():

@@ -1,4 +1,5 @@
-"""The embedded default: what lies in tiny/ is what its card says, and build.py makes such a thing from nothing."""
+"""The embedded default: what lies in tiny/ is what its card says, and build.py makes such a thing
+from nothing."""
 
 import argparse
 import itertools
@@ -33,7 +34,8 @@ def tokenizer():
 
 
 def values(numbers: list[Fraction]) -> set[Fraction]:
-    """All that can be made of all the numbers, by taking any two and putting back what they make."""
+    """All that can be made of all the numbers,
+    by taking any two and putting back what they make."""
     if len(numbers) == 1:
         return set(numbers)
     found = set()
@@ -47,7 +49,8 @@ def values(numbers: list[Fraction]) -> set[Fraction]:
 
 def test_the_problems_are_many_distinct_and_solvable(rows):
     assert len(rows) == len({row["problem"] for row in rows}) >= 20_000
-    assert all(len(row["nums"]) == 3 and 1 <= min(row["nums"]) and max(row["nums"]) <= 30 for row in rows)
+    assert all(len(row["nums"]) == 3 and 1 <= min(row["nums"]) and max(row["nums"]) <= 30
+               for row in rows)
     for row in random.Random(0).sample(rows, 300):
         assert row["target"] in values([Fraction(number) for number in row["nums"]])
 
@@ -60,19 +63,22 @@ def test_no_problem_of_the_dataset_is_in_the_supervised_traces_in_any_order(rows
     traces = build.Traces(problems, arguments)
     for index in range(0, len(traces), len(traces) // 2000):
         prompt, trace = traces[index]
-        numbers, target = prompt.split("numbers ")[1].split(" into")[0], prompt.split("equals ")[1].split(".")[0]
+        numbers, target = (prompt.split("numbers ")[1].split(" into")[0],
+                           prompt.split("equals ")[1].split(".")[0])
         assert content(map(int, numbers.split(", ")), int(target)) not in problems
         assert countdown.format_reward_function(trace) == 1.0
 
 
 def test_the_tokenizer_gives_every_digit_its_own_token_and_loses_nothing(rows, tokenizer):
-    traces = build.Traces({}, argparse.Namespace(seed=1, steps=10, batch_size=20, numbers=[3], largest=30, largest_result=99,
-                                                 practice=0.5))
-    for text in [text for i in range(200) for text in traces[i]] + ["Any other text: é 漢字 \n\t", "0123456789"]:
+    traces = build.Traces({}, argparse.Namespace(seed=1, steps=10, batch_size=20, numbers=[3],
+                                                 largest=30, largest_result=99, practice=0.5))
+    for text in [text for i in range(200) for text in traces[i]] + [
+            "Any other text: é 漢字 \n\t", "0123456789"]:
         ids = tokenizer(text)["input_ids"]
         pieces = [tokenizer.decode([token]) for token in ids]
         assert tokenizer.decode(ids) == text == tokenizer.decode(ids, skip_special_tokens=True)
-        assert all(len(piece) == 1 for piece in pieces if any(character.isdigit() for character in piece))
+        assert all(len(piece) == 1 for piece in pieces
+                   if any(character.isdigit() for character in piece))
     assert all(40 <= len(tokenizer(row["prompt"])["input_ids"]) <= 60 for row in rows[::50])
     for tag in ("<think>", "</think>", "<answer>", "</answer>"):
         assert len(tokenizer(tag)["input_ids"]) == 1
@@ -80,7 +86,8 @@ def test_the_tokenizer_gives_every_digit_its_own_token_and_loses_nothing(rows, t
 
 
 def test_the_folder_and_the_model_are_of_the_promised_size():
-    assert sum(file.stat().st_size for file in TINY.rglob("*") if file.is_file() and "__pycache__" not in file.parts) <= 8_000_000
+    assert sum(file.stat().st_size for file in TINY.rglob("*")
+               if file.is_file() and "__pycache__" not in file.parts) <= 8_000_000
     model = AutoModelForCausalLM.from_pretrained(TINY / "model")
     assert model.config.model_type == "qwen2"
     assert 1_000_000 <= sum(parameter.numel() for parameter in model.parameters()) <= 1_800_000
@@ -93,13 +100,15 @@ def test_validation_problems_are_in_neither_kind_of_training(rows):
 
 
 def test_a_much_smaller_one_is_built_by_the_same_code_and_trains_a_step(tmp_path):
-    arguments = ["--out", str(tmp_path / "toy"), "--problems", "60", "--steps", "3", "--batch-size", "4",
-                 "--hidden", "32", "--layers", "1", "--numbers", "3", "4"]
+    arguments = ["--out", str(tmp_path / "toy"), "--problems", "60", "--steps", "3",
+                 "--batch-size", "4", "--hidden", "32", "--layers", "1", "--numbers", "3", "4"]
     result = ranks(1, run_script, "tiny/build.py", *arguments)
     assert result.returncode == 0, result.stderr
     assert "at temperature 1: solved" in result.stdout
-    assert main.main([f"model.name={tmp_path / 'toy' / 'model'}", f"data.dataset={tmp_path / 'toy' / 'countdown.parquet'}",
-                      "data.num_validation=4", "validation.best_of_n=2", "training.max_steps=1", "training.num_samples_per_step=2",
-                      "training.max_new_gen_tokens=20", f"run.dir={tmp_path}", "run.name=a"]) == 0
+    assert main.main([f"model.name={tmp_path / 'toy' / 'model'}",
+                      f"data.dataset={tmp_path / 'toy' / 'countdown.parquet'}",
+                      "data.num_validation=4", "validation.best_of_n=2", "training.max_steps=1",
+                      "training.num_samples_per_step=2", "training.max_new_gen_tokens=20",
+                      f"run.dir={tmp_path}", "run.name=a"]) == 0
     entries = read_jsonl(tmp_path / "a" / "metrics.jsonl")
     assert [entry["step"] for entry in entries] == [0, 1, 1]

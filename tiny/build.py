@@ -1,12 +1,17 @@
-"""Makes everything in this folder from nothing: the tokenizer, the Countdown problems and a small base model.
+"""Makes everything in this folder from nothing: the tokenizer, the Countdown problems and a small
+base model.
 
-    python tiny/build.py                                                          what stands in tiny/
-    python tiny/build.py --out /tmp/toy --problems 200 --hidden 32 --layers 1 --steps 10          seconds, for a test
-    python tiny/build.py --out big --numbers 3 4 --largest 99 --hidden 512 --layers 8 --heads 8   a larger sibling (CUDA)
+    python tiny/build.py
+        what stands in tiny/
+    python tiny/build.py --out /tmp/toy --problems 200 --hidden 32 --layers 1 --steps 10
+        seconds, for a test
+    python tiny/build.py --out big --numbers 3 4 --largest 99 --hidden 512 --layers 8 --heads 8
+        a larger sibling (CUDA)
 
-The base model is what reinforcement learning wants to start from: it knows how a reply looks, it can calculate, it has
-a feeling for which candidate is worth trying, but it gives up its search too early and then answers wrongly. The traces
-it imitates are made up here, and none of their problems stands in countdown.parquet:
+The base model is what reinforcement learning wants to start from: it knows how a reply looks, it
+can calculate, it has a feeling for which candidate is worth trying, but it gives up its search too
+early and then answers wrongly. The traces it imitates are made up here, and none of their problems
+stands in countdown.parquet:
 
     12-7=5, 5*4=20 no                   <- the prompt has opened <think>
     12-4=8, 8*7=56 yes
@@ -36,34 +41,44 @@ import countdown
 TARGETS = range(10, 100)
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 
-# How many tries a trace makes, and how often. First it practises on short ones, most of which end in a hit: that is what
-# calculating and comparing a result with the target are learned from.
+# How many tries a trace makes, and how often. First it practises on short ones, most of which end
+# in a hit: that is what calculating and comparing a result with the target are learned from.
 PRACTICE = {1: 1, 2: 1, 3: 1}
-# Then come searches that give up: mostly after two to four tries, now and then after many. The peak is on purpose: after
-# the third try giving up is the likelier choice, so a low temperature does not search on either. The tail is on purpose
-# too: reinforcement can only make more frequent what the base model does at times.
+# Then come searches that give up: mostly after two to four tries, now and then after many. The peak
+# is on purpose: after the third try giving up is the likelier choice, so a low temperature does not
+# search on either. The tail is on purpose too: reinforcement can only make more frequent what the
+# base model does at times.
 BUDGETS = {1: 4, 2: 16, 3: 48, 4: 12} | {budget: 2 for budget in range(5, 15)}
-VERDICT_WEIGHT = 5.0  # " yes" or " no" is one token in sixteen, and the one that the most depends on
+# " yes" or " no" is one token in sixteen, and the one that the most depends on
+VERDICT_WEIGHT = 5.0
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Build a base model, its tokenizer and its Countdown problems.",
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent, help="folder to write to")
+    parser = argparse.ArgumentParser(
+        description="Build a base model, its tokenizer and its Countdown problems.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent,
+                        help="folder to write to")
     parser.add_argument("--seed", type=int, default=0, help="of problems, traces and weights")
     parser.add_argument("--problems", type=int, default=24_000, help="rows of countdown.parquet")
-    parser.add_argument("--numbers", type=int, nargs="+", default=[3], help="how many numbers a problem may have")
+    parser.add_argument("--numbers", type=int, nargs="+", default=[3],
+                        help="how many numbers a problem may have")
     parser.add_argument("--largest", type=int, default=30, help="largest number in a problem")
-    parser.add_argument("--largest-result", type=int, default=99, help="of any step of a calculation")
+    parser.add_argument("--largest-result", type=int, default=99,
+                        help="of any step of a calculation")
     parser.add_argument("--hidden", type=int, default=160, help="hidden size")
     parser.add_argument("--layers", type=int, default=4, help="transformer layers")
-    parser.add_argument("--heads", type=int, default=4, help="attention heads; half as many for keys and values")
+    parser.add_argument("--heads", type=int, default=4,
+                        help="attention heads; half as many for keys and values")
     parser.add_argument("--steps", type=int, default=2000, help="optimizer steps")
-    parser.add_argument("--practice", type=float, default=0.5, help="share of the steps spent on short searches")
+    parser.add_argument("--practice", type=float, default=0.5,
+                        help="share of the steps spent on short searches")
     parser.add_argument("--batch-size", type=int, default=32, help="traces per step")
-    parser.add_argument("--micro-batch-size", type=int, default=32, help="traces per forward pass; memory and speed only")
+    parser.add_argument("--micro-batch-size", type=int, default=32,
+                        help="traces per forward pass; memory and speed only")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="at its peak")
-    parser.add_argument("--workers", type=int, default=0, help="processes that make traces (worth it with a GPU)")
+    parser.add_argument("--workers", type=int, default=0,
+                        help="processes that make traces (worth it with a GPU)")
     return parser.parse_args()
 
 
@@ -73,7 +88,8 @@ def parse_arguments() -> argparse.Namespace:
 def candidates(nums: tuple[int, ...], largest_result: int) -> list[tuple[str, str, int]]:
     """Every way to use each of the numbers once, as (its calculation, its expression, its value).
 
-    All that is left out: negative results, fractions and results above `largest_result`. The larger operand comes first.
+    All that is left out: negative results, fractions and results above `largest_result`. The larger
+    operand comes first.
     """
     found = {}
 
@@ -101,14 +117,16 @@ def random_problem(rng: random.Random, args: argparse.Namespace) -> tuple[tuple[
     """Solvable by construction: the target is the value of one of the candidates."""
     while True:
         nums = tuple(rng.randint(1, args.largest) for _ in range(rng.choice(args.numbers)))
-        reachable = sorted({value for _, _, value in candidates(tuple(sorted(nums)), args.largest_result)
-                            if value in TARGETS})
+        reachable = sorted({
+            value for _, _, value in candidates(tuple(sorted(nums)), args.largest_result)
+            if value in TARGETS})
         if reachable:
             return nums, rng.choice(reachable)
 
 
 def make_problems(args: argparse.Namespace) -> dict:
-    """{(sorted numbers, target): numbers in the order shown}: no two problems are the same in another order."""
+    """{(sorted numbers, target): numbers in the order shown}: no two problems are the same in
+    another order."""
     rng = random.Random(f"problems {args.seed}")
     problems = {}
     while len(problems) < args.problems:
@@ -120,7 +138,8 @@ def make_problems(args: argparse.Namespace) -> dict:
 # ---------------------------------------------------------------- traces to imitate
 
 class Traces(torch.utils.data.Dataset):
-    """Trace number i is a function of the seed and i alone, so the number of workers cannot change it; none repeats."""
+    """Trace number i is a function of the seed and i alone, so the number of workers cannot change
+    it; none repeats."""
 
     def __init__(self, problems: dict, args: argparse.Namespace):
         self.reserved, self.args, self.length = problems.keys(), args, args.steps * args.batch_size
@@ -132,21 +151,27 @@ class Traces(torch.utils.data.Dataset):
         rng = random.Random(f"trace {self.args.seed} {index}")
         while True:
             nums, target = random_problem(rng, self.args)
-            if (tuple(sorted(nums)), target) not in self.reserved:  # those belong to reinforcement and validation
+            # those belong to reinforcement and validation
+            if (tuple(sorted(nums)), target) not in self.reserved:
                 # Now and then with the system message in front, as the chat template puts it.
                 system = f"{countdown.SYSTEM_MESSAGE}\n" if rng.random() < 0.05 else ""
                 practice = index < self.args.practice * self.length
                 budgets = PRACTICE if practice else BUDGETS
                 budget = rng.choices(list(budgets), budgets.values())[0]
                 ends_in_hit = practice and rng.random() < 0.6
-                # A random order in which a value near the target tends to come early: that is what "promising" means here.
-                order = sorted(candidates(tuple(sorted(nums)), self.args.largest_result),
-                               key=lambda candidate: rng.expovariate(1 / (10 + abs(candidate[2] - target))))
-                return system + countdown.generate_prompt(list(nums), target), make_trace(order, target, budget, ends_in_hit)
+                # A random order in which a value near the target tends to come early: that is what
+                # "promising" means here.
+                order = sorted(
+                    candidates(tuple(sorted(nums)), self.args.largest_result),
+                    key=lambda candidate: rng.expovariate(1 / (10 + abs(candidate[2] - target))))
+                return (system + countdown.generate_prompt(list(nums), target),
+                        make_trace(order, target, budget, ends_in_hit))
 
 
-def make_trace(order: list[tuple[str, str, int]], target: int, budget: int, ends_in_hit: bool) -> str:
-    """The candidates of `order` one after the other, until one hits or `budget` of them have been tried."""
+def make_trace(order: list[tuple[str, str, int]], target: int, budget: int,
+               ends_in_hit: bool) -> str:
+    """The candidates of `order` one after the other, until one hits or `budget` of them have been
+    tried."""
     if ends_in_hit:
         failures = [candidate for candidate in order if candidate[2] != target][:budget - 1]
         order = failures + [candidate for candidate in order if candidate[2] == target][:1]
@@ -155,25 +180,32 @@ def make_trace(order: list[tuple[str, str, int]], target: int, budget: int, ends
         lines.append(f"{calculation} {'yes' if value == target else 'no'}\n")
         if value == target:
             break
-    return f"{''.join(lines)}</think>\n<answer>{expression}</answer>"  # the last one tried, right or wrong
+    # the last one tried, right or wrong
+    return f"{''.join(lines)}</think>\n<answer>{expression}</answer>"
 
 
 # ---------------------------------------------------------------- tokenizer
 
 def make_tokenizer(texts: list[str]) -> Qwen2Tokenizer:
-    """Every byte is a token, and so is every piece of text that stands between numbers, operators and tags in the prompt
-    and in the traces (" into an expression that equals ", " no\\n"). A digit or an operator is thus the same token
-    wherever it stands, which makes arithmetic learnable, and whatever else is written can be encoded too.
+    """Every byte is a token, and so is every piece of text that stands between numbers, operators
+    and tags in the prompt and in the traces (" into an expression that equals ", " no\\n"). A digit
+    or an operator is thus the same token wherever it stands, which makes arithmetic learnable, and
+    whatever else is written can be encoded too.
 
-    No other class would do: for the Qwen2 architecture AutoTokenizer always makes a Qwen2Tokenizer, with Qwen2's own way
-    of cutting text before merging. Tokens added on top are found before that cut, so there is nothing to merge."""
-    pieces = sorted({piece for text in texts for piece in re.findall(r"</?[a-z]+>|, |[^-0-9+*/=()<>,\n]{2,}\n?", text)})
+    No other class would do: for the Qwen2 architecture AutoTokenizer always makes a Qwen2Tokenizer,
+    with Qwen2's own way of cutting text before merging. Tokens added on top are found before that
+    cut, so there is nothing to merge."""
+    pieces = sorted({
+        piece for text in texts
+        for piece in re.findall(r"</?[a-z]+>|, |[^-0-9+*/=()<>,\n]{2,}\n?", text)})
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Qwen2Tokenizer(vocab={token: i for i, token in enumerate([EOS, PAD] + alphabet)}, merges=[],
-                               eos_token=EOS, pad_token=PAD, unk_token=None, padding_side="left", model_max_length=512)
+    tokenizer = Qwen2Tokenizer(
+        vocab={token: i for i, token in enumerate([EOS, PAD] + alphabet)}, merges=[],
+        eos_token=EOS, pad_token=PAD, unk_token=None, padding_side="left", model_max_length=512)
     # Not special ones: decoding with skip_special_tokens=True must keep the tags.
     tokenizer.add_tokens([AddedToken(piece, special=False, normalized=False) for piece in pieces])
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] | trim }}\n{% endfor %}"
+    tokenizer.chat_template = ("{% for message in messages %}{{ message['content'] | trim }}\n"
+                               "{% endfor %}")
     return tokenizer
 
 
@@ -183,38 +215,48 @@ def make_model(args: argparse.Namespace, tokenizer: Qwen2Tokenizer) -> Qwen2ForC
     torch.manual_seed(args.seed)
     model = Qwen2ForCausalLM(Qwen2Config(
         vocab_size=len(tokenizer), hidden_size=args.hidden, intermediate_size=3 * args.hidden,
-        num_hidden_layers=args.layers, num_attention_heads=args.heads, num_key_value_heads=max(1, args.heads // 2),
-        max_position_embeddings=512, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
-    model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, eos_token_id=tokenizer.eos_token_id,
-                                               pad_token_id=tokenizer.pad_token_id)
+        num_hidden_layers=args.layers, num_attention_heads=args.heads,
+        num_key_value_heads=max(1, args.heads // 2), max_position_embeddings=512,
+        tie_word_embeddings=True, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id))
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=1.0, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id)
     return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def collate(batch: list[tuple[str, str]], tokenizer: Qwen2Tokenizer, micro_batch_size: int) -> list[tuple]:
+def collate(batch: list[tuple[str, str]], tokenizer: Qwen2Tokenizer,
+            micro_batch_size: int) -> list[tuple]:
     """Micro-batches of traces of about the same length, so that little of them is padding."""
     prompts = tokenizer([prompt for prompt, _ in batch])["input_ids"]
     traces = tokenizer([trace for _, trace in batch])["input_ids"]
-    rows = sorted(((p, t + [tokenizer.eos_token_id]) for p, t in zip(prompts, traces)), key=lambda row: len(row[0]) + len(row[1]))
+    rows = sorted(((p, t + [tokenizer.eos_token_id]) for p, t in zip(prompts, traces)),
+                  key=lambda row: len(row[0]) + len(row[1]))
     micro_batches = []
     for start in range(0, len(rows), micro_batch_size):
         part = rows[start:start + micro_batch_size]
         longest = max(len(p) + len(t) for p, t in part)
         # Padded on the right, where causal attention never looks; -100 is what cross_entropy skips.
-        ids = torch.tensor([p + t + [tokenizer.pad_token_id] * (longest - len(p) - len(t)) for p, t in part])
-        labels = torch.tensor([[-100] * len(p) + t + [-100] * (longest - len(p) - len(t)) for p, t in part])
+        ids = torch.tensor([p + t + [tokenizer.pad_token_id] * (longest - len(p) - len(t))
+                            for p, t in part])
+        labels = torch.tensor([[-100] * len(p) + t + [-100] * (longest - len(p) - len(t))
+                               for p, t in part])
         micro_batches.append((ids, labels))  # both (micro_batch, longest)
     return micro_batches
 
 
-def train(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, problems: dict, args: argparse.Namespace) -> None:
-    loader = torch.utils.data.DataLoader(Traces(problems, args), batch_size=args.batch_size, num_workers=args.workers,
-                                         collate_fn=lambda batch: collate(batch, tokenizer, args.micro_batch_size))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.98), weight_decay=0.05)
+def train(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, problems: dict,
+          args: argparse.Namespace) -> None:
+    loader = torch.utils.data.DataLoader(
+        Traces(problems, args), batch_size=args.batch_size, num_workers=args.workers,
+        collate_fn=lambda batch: collate(batch, tokenizer, args.micro_batch_size))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.98),
+                                  weight_decay=0.05)
     warmup = min(100, args.steps // 5 + 1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(
         (step + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * step / args.steps)))
-    verdicts = torch.tensor(tokenizer([" no\n", " yes\n"])["input_ids"], device=model.device).flatten()
+    verdicts = torch.tensor(tokenizer([" no\n", " yes\n"])["input_ids"],
+                            device=model.device).flatten()
     model.train()
     progress = tqdm(loader, desc="supervised training", unit="step")
     for micro_batches in progress:
@@ -222,8 +264,10 @@ def train(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, problems: dict, ar
         loss_of_step = 0.0
         for ids, labels in micro_batches:
             ids, labels = ids.to(model.device), labels.to(model.device)
-            logits = model(ids, use_cache=False).logits[:, :-1]  # (micro_batch, time, vocab) -> one position less
-            losses = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="none")  # (micro_batch x time,)
+            # (micro_batch, time, vocab) -> one position less
+            logits = model(ids, use_cache=False).logits[:, :-1]
+            losses = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(),
+                                     reduction="none")  # (micro_batch x time,)
             weights = 1 + (VERDICT_WEIGHT - 1) * torch.isin(labels[:, 1:].flatten(), verdicts)
             loss = (losses * weights).sum() / trained_tokens
             loss.backward()
@@ -238,12 +282,13 @@ def train(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, problems: dict, ar
 # ---------------------------------------------------------------- what came of it
 
 @torch.no_grad()
-def measure(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, rows: list[dict], temperature: float = 1.0,
-            max_new_tokens: int = 240) -> dict[str, float]:
+def measure(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, rows: list[dict],
+            temperature: float = 1.0, max_new_tokens: int = 240) -> dict[str, float]:
     """Graded by the task itself: one sample for each of the rows."""
     model.eval()
     torch.manual_seed(0)
-    prompts = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True).to(model.device)
+    prompts = tokenizer([row["prompt"] for row in rows], return_tensors="pt",
+                        padding=True).to(model.device)
     output = model.generate(**prompts, do_sample=True, temperature=temperature, top_k=0, top_p=1.0,
                             max_new_tokens=max_new_tokens)
     completions = output[:, prompts["input_ids"].shape[1]:]  # (rows, new tokens)
@@ -272,9 +317,10 @@ def main():
 
     size = sum(file.stat().st_size for file in args.out.rglob("*") if file.is_file())
     figures = measure(model, tokenizer, countdown.load(str(args.out / "countdown.parquet"), 256))
-    print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens, {size / 1e6:.1f} MB in {args.out}, "
-          f"{time.time() - begin:.0f} seconds")
-    print("at temperature 1: " + ", ".join(f"{name} {value:.2f}" for name, value in figures.items()))
+    print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens, "
+          f"{size / 1e6:.1f} MB in {args.out}, {time.time() - begin:.0f} seconds")
+    print("at temperature 1: "
+          + ", ".join(f"{name} {value:.2f}" for name, value in figures.items()))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""Countdown in which every answer earns what some other answer has earned: rewards as spread as the real ones, and as
-frequent, but telling nothing. A trainer that improves on this is fooling itself."""
+"""Countdown in which every answer earns what some other answer has earned: rewards as spread as the
+real ones, and as frequent, but telling nothing.
+A trainer that improves on this is fooling itself."""
 
 import random
 
@@ -7,7 +8,8 @@ import countdown
 from countdown import REPLY_START, SOLVED, SYSTEM_MESSAGE, load
 
 __all__ = ["REPLY_START", "REWARD_WEIGHTS", "SOLVED", "SYSTEM_MESSAGE", "load", "reward_function"]
-REWARD_WEIGHTS = {"shuffled": 1.0, "format": 0.0, "answer": 0.0}  # the honest parts are measured, but pay nothing
+# the honest parts are measured, but pay nothing
+REWARD_WEIGHTS = {"shuffled": 1.0, "format": 0.0, "answer": 0.0}
 POOL_SIZE = 256
 pool: list[float] = []
 stream = random.Random(0)
