@@ -11,11 +11,11 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import torch
 import transformers
 
 import countdown
@@ -70,20 +70,21 @@ def ask(arguments: list[str]) -> int:
         row = read_question(options.question)
         path = options.model or newest_best()
         # of the run that best/ belongs to: how it was asked while it learned
-        settings = path.resolve().parent / "config.yaml"
-        config = main.load_config(["--config", str(settings)] if settings.exists() else [])
-        adapters = path / "adapter_config.json"
-        config.model.name = (json.loads(adapters.read_text())["base_model_name_or_path"]
-                             if adapters.exists() else str(path))
-        (config.model.lora_rank, config.model.precision, config.model.attention,
-         config.sampling.engine) = 0, "float32", None, "generate"
-        model, tokenizer = main.load_model(
-            config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        settings, adapters = path.resolve().parent / "config.yaml", path / "adapter_config.json"
+        name = (json.loads(adapters.read_text())["base_model_name_or_path"] if adapters.exists()
+                else str(path))
+        config = main.load_config([
+            *(["--config", str(settings)] if settings.exists() else []),
+            f"model.name={json.dumps(name)}", "model.lora_rank=0", "model.precision=float32",
+            "model.attention=null", "sampling.engine=generate"])
+        model, tokenizer = main.load_model(config)
         if adapters.exists():
             model.load_adapter(str(path))
         main.random_stream(config.training.seed, 0, f"ask {options.question}")
-        answers = main.sample_trajectories(model, tokenizer, countdown, [row], options.answers,
-                                           config, lambda *_: None)
+        asked = SimpleNamespace(config=config, task=countdown, tokenizer=tokenizer,
+                                sampler=main.make_sampler(model, tokenizer, config))
+        bar = SimpleNamespace(update=lambda n: None)
+        answers = main.sample(asked, [row], options.answers, bar)
     except main.UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,7 +1,6 @@
 """What the tests share: a time limit for each, small random models of several architectures,
 made-up trajectories."""
 
-import copy
 import functools
 import json
 import os
@@ -11,6 +10,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 # Before torch, transformers and pyarrow are imported, here and in the processes that tests start:
 # models this small lose by sharing their work, and more so beside other processes
@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 import logger
 import main
+from machinery import launch, ranks
 
 torch.set_num_threads(1)
 # for one test: what only a hang takes, on a slow and busy machine too
@@ -68,13 +69,22 @@ def make_model(architecture: str = "qwen2", dtype: torch.dtype = torch.float32,
 
 def make_config(**overrides):
     """config.yaml with keys changed; dots written as two underscores: training__seed=1."""
-    return copy.deepcopy(load_config(*(f"{key.replace('__', '.')}={json.dumps(value)}"
-                                       for key, value in overrides.items())))
+    return load_config(*(f"{key.replace('__', '.')}={json.dumps(value)}"
+                         for key, value in overrides.items()))
 
 
 @functools.cache  # reading YAML takes longer than most of what is tested
 def load_config(*overrides):
     return main.load_config(list(overrides))
+
+
+NO_BAR = SimpleNamespace(update=lambda n: None)
+
+
+def make_policy(model, config, **how):
+    """What `policy_gradient` uses of a run: the model wrapped as in `prepare`."""
+    wrapped = torch.nn.parallel.DistributedDataParallel(main.Policy(model, config), **how)
+    return SimpleNamespace(policy=wrapped, config=config, reference=None)
 
 
 def make_trajectories(count: int, seed: int = 0, longest: int = 12) -> list:
@@ -151,9 +161,14 @@ def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
     return float((value.double() - reference.double()).norm() / reference.double().norm())
 
 
+def start(arguments: list[str]) -> int:
+    """`python main.py`, in this process: returns the exit code, see `stay`."""
+    return launch.launch(main.main, arguments)
+
+
 def run_main(*arguments: str):
-    """For `ranks`: does not return, as main.main ends the process."""
-    main.main(list(arguments))
+    """For `ranks`: does not return, as `launch` ends the process."""
+    launch.launch(main.main, list(arguments))
 
 
 def run_script(path: str, *arguments: str):
@@ -205,8 +220,8 @@ KEPT = []
 
 
 def stay(code: int) -> int:
-    """In place of main.leave: what main.main() was called from goes on, with a group that is never
-    freed, see there."""
+    """In place of `leave`: what `launch` was called from goes on, with a group that is never freed,
+    see there."""
     if torch.distributed.is_initialized():
         KEPT.append(torch.distributed.group.WORLD)
         torch.distributed.destroy_process_group()
@@ -219,15 +234,27 @@ DRAW_CURVES = logger.Logger._draw_curves
 def draw_nothing(log) -> None:
     """In place of curves that no one will look at, and that take longer to draw than all the rest
     of a small run."""
-    (log.folder / "curves.png").touch()
+    (log.path / "curves.png").touch()
 
 
 @pytest.fixture(autouse=True)
 def staying(monkeypatch):
-    monkeypatch.setattr(main, "leave", stay)
+    monkeypatch.setattr(launch, "leave", stay)
     monkeypatch.setattr(logger.Logger, "_draw_curves", draw_nothing)
     # which mlflow itself sets, for processes it might start
     monkeypatch.delenv("MLFLOW_EXPERIMENT_ID", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def forgetting_tasks(monkeypatch):
+    """Tasks of one name from different folders can be loaded in one process."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    known = set(sys.modules)
+    yield
+    for name in set(sys.modules) - known:
+        path = getattr(sys.modules[name], "__file__", None) or ""
+        if "pytest-" in path:  # of a temporary folder
+            del sys.modules[name]
 
 
 @pytest.fixture
@@ -241,9 +268,9 @@ def nobody_listens():
 @pytest.fixture
 def one_rank():
     """The process group of a plain `python main.py`."""
-    device, _ = main.setup_distributed()
+    ranks.join()
     torch.set_num_threads(1)
-    yield device
+    yield
     stay(0)
 
 

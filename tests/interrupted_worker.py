@@ -2,11 +2,10 @@
 
 A strike says which rank strikes, at which point, at its how manyth passing, and how: "kill"
 (SIGKILL to that rank), "kill all" (to every rank at once, as when the power goes), "stop" (SIGTERM
-to all, and then this rank stays inside a C call that does not return), "stop and go on". As a
-script, which is what torchrun starts, it takes a list of them, one for each start:
-`interrupted_worker.py STRIKES FOLDER arguments...`"""
+to all), "Ctrl-C" and "Ctrl-C twice" (SIGINT to this rank). As a script, which is what torchrun
+starts, it takes a list of them, one for each start: `interrupted_worker.py STRIKES FOLDER
+arguments...`"""
 
-import ctypes
 import json
 import os
 import shutil
@@ -16,14 +15,15 @@ import sys
 import time
 from pathlib import Path
 
-from conftest import draw_nothing
+from conftest import draw_nothing, run_main
 
 import logger
 import main
+from machinery import checkpoints
 
 
 def run_and_be_struck(strike: dict, folder: str, arguments: list[str]):
-    """Does not return: main.main ends the process."""
+    """Does not return: `launch` ends the process."""
     folder, passed = Path(folder), 0
     (folder / f"pid-{main.RANK}").write_text(str(os.getpid()))
 
@@ -41,13 +41,12 @@ def run_and_be_struck(strike: dict, folder: str, arguments: list[str]):
         if strike["how"].startswith("kill"):
             for pid in [*others, os.getpid()] if strike["how"] == "kill all" else [os.getpid()]:
                 os.kill(pid, signal.SIGKILL)
-        for pid in ([os.getppid()] if "TORCHELASTIC_RUN_ID" in os.environ
-                    else [*others, os.getpid()]):  # torchrun tells its ranks
-            os.kill(pid, signal.SIGTERM)
         if strike["how"] == "stop":
-            mutex = ctypes.create_string_buffer(64)
-            for _ in range(2):  # the second never returns, and no signal wakes it
-                ctypes.CDLL(None).pthread_mutex_lock(mutex)
+            for pid in ([os.getppid()] if "TORCHELASTIC_RUN_ID" in os.environ
+                        else [*others, os.getpid()]):  # torchrun tells its ranks
+                os.kill(pid, signal.SIGTERM)
+        for _ in range({"Ctrl-C": 1, "Ctrl-C twice": 2}.get(strike["how"], 0)):
+            os.kill(os.getpid(), signal.SIGINT)
 
     def passing(module, name, before=None, after=None, when=lambda *_: True):
         """Replaces a function by one that passes a point before or after it does its work."""
@@ -64,27 +63,28 @@ def run_and_be_struck(strike: dict, folder: str, arguments: list[str]):
 
         setattr(module, name, replacement)
 
-    if strike.get("how", "").startswith("stop"):
+    if strike.get("how") == "stop":
         main.questions = with_a_child(main.questions)
     passing(main, "questions", after="sampling")
     passing(main, "policy_loss", after="learning")
     passing(main, "step_metrics", before="updated", after="logging")
     passing(main, "evaluate", before="evaluating")
     passing(main, "evaluation_metrics", after="evaluated")
-    passing(main, "save_file", after="saving: tensors")
-    passing(logger, "_checksums", after="saving: checksums",
-            when=lambda folder: folder.suffix == ".unfinished")
-    passing(logger, "_sync_to_disk", before="saving: synced", after="saving: renamed",
-            when=lambda folder: folder.name == "checkpoints")
+    passing(checkpoints, "save_file", after="saving: tensors")
+    passing(checkpoints, "sync_to_disk", before="saving: written",
+            when=lambda path: path.name == "state.json")
+    passing(checkpoints, "sync_to_disk", before="saving: renamed", after="saving: synced",
+            when=lambda path: path.name == "checkpoints")
     passing(shutil, "rmtree", before="saving: removal", after="saving: removed",
             when=lambda folder, *_: folder.name.startswith("step-"))
-    passing(logger, "_sync_to_disk", after="saving: best",
-            when=lambda folder: folder.name.startswith("best-"))
+    passing(checkpoints, "sync_to_disk", after="saving: best",
+            when=lambda path: path.name == "unfinished" and path.parent.name != "checkpoints")
     passing(Path, "replace", after="saving: linked")
+    passing(logger.Logger, "finish", before="finishing")
     logger.Logger._draw_curves = draw_nothing
     signal.signal(signal.SIGALRM, lambda *_: None)  # as a reward with a time limit has it
     signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2)
-    main.main(arguments)
+    run_main(*arguments)
 
 
 def with_a_child(function):

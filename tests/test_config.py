@@ -1,14 +1,17 @@
 """Settings: three layers, checked, and every mistake answered in one line
 that says what to write."""
 
+import itertools
 import re
 
+import pydantic
 import pytest
 import yaml
 from conftest import make_config
 from processes import ROOT
 
 import main
+from machinery import settings
 
 
 def test_later_layers_win_over_earlier_ones(tmp_path):
@@ -25,38 +28,53 @@ def test_later_layers_win_over_earlier_ones(tmp_path):
 def test_config_yaml_holds_every_key_with_a_comment_and_no_other():
     text = (ROOT / "config.yaml").read_text()
     keys = {f"{section}.{key}" for section, keys in yaml.safe_load(text).items() for key in keys}
-    assert keys == set(main.flatten(make_config()))
-    for line in text.splitlines():
+    assert keys == set(settings.flatten(make_config()))
+    lines = text.splitlines()
+    for above, line in itertools.pairwise(lines):
         if re.match(r"  \w+:", line):
-            assert re.search(r" # \S", line), line
+            assert re.search(r" # \S", line) or re.match(r"  # \S", above), line
+
+
+def test_settings_cannot_be_changed_and_pairs_are_pairs():
+    config = make_config()
+    with pytest.raises(pydantic.ValidationError, match="frozen"):
+        config.training.seed = 1
+    assert config.training.k_best_of_n == (8, 8) and config.training.adam_betas == (0.9, 0.95)
 
 
 MISTAKES = {
     "training.learning_rte=1": "training.learning_rate", "trainig.seed=1": "training.seed",
     "seed=1": "training.seed", "training.seed=one": "integer", "training.seed=1.0": "integer",
-    "training.seed=true": "integer", "training.seed=-1": "at least 0",
-    "training.max_new_gen_tokens=0": "at least 1", "training.learning_rate=.nan": "number above 0",
-    "training.learning_rate=fast": "number above 0", "training.learning_rate=0": "number above 0",
-    "training.learning_rate=.inf": "number above 0",
-    "training.learning_rate=null": "number above 0",
-    "sampling.temperature=-1": "number above 0", "sampling.top_p=1.5": "up to 1",
-    "training.adam_betas=[0.9]": "list of two", "training.adam_betas=[0.9,1.0]": "below 1",
-    "model.precision=fp8": "mixed or bfloat16 or float32 or null",
-    "data.prompt_style=poem": "base or chat", "logging.mlflow=1": "true or false",
-    "run.name=5": "quotes", "training.k_best_of_n=8": "list",
+    "training.seed=true": "integer", "training.seed=-1": "greater than or equal to 0",
+    "training.max_new_gen_tokens=0": "greater than or equal to 1",
+    "training.learning_rate=.nan": "finite number",
+    "training.learning_rate=fast": "valid number", "training.learning_rate=0": "greater than 0",
+    "training.learning_rate=.inf": "finite number",
+    "training.learning_rate=null": "valid number",
+    "sampling.temperature=-1": "greater than 0", "sampling.top_p=1.5": "less than or equal to 1",
+    "training.adam_betas=[0.9]": "list of two", "training.adam_betas=[0.9,1.0]": "less than 1",
+    "model.precision=fp8": "'mixed', 'bfloat16' or 'float32'",
+    "data.prompt_style=poem": "'base' or 'chat'", "logging.mlflow=1": "boolean",
+    "run.name=5": "string", "training.k_best_of_n=8": "list",
     "training.k_best_of_n=[8]": "list of two", "training.k_best_of_n=[4,8]": "[G, G]",
     "training.k_best_of_n=[1,1]": "[G, G]", "training.k_best_of_n=[a,b]": "integer",
-    "training.k_best_of_n=[0,0]": "at least 1", "training.clip=0.2": "list",
-    "training.clip=[0.2]": "list of two", "training.clip=[0,0.2]": "above 0",
-    "training.kl_beta=-1": "at least 0", "training.scale_rewards=std": "none or group",
-    "training.loss_normalizer=mean": "max_length or tokens or sequence",
-    "training.updates_per_batch=0": "at least 1",
-    "task.reward_weights=answer": "names with a number each",
-    "model.lora_rank=-1": "at least 0", "task.reward_weights={answer: much}": "a number",
-    "task.reward_weights={}": "names with a number each", "model.lora_targets=q_proj": "list",
-    "data.max_prompt_tokens=0": "at least 1", "training.learning_type=sil": "[k, n]",
-    "training.learning_type=ppo": "grpo or sil", "word": "section.key=value", "--fast": "usage",
+    "training.k_best_of_n=[0,0]": "greater than or equal to 1", "training.clip=0.2": "list",
+    "training.clip=[0.2]": "list of two", "training.clip=[0,0.2]": "greater than 0",
+    "training.kl_beta=-1": "greater than or equal to 0",
+    "training.scale_rewards=std": "'none' or 'group'",
+    "training.loss_normalizer=mean": "'max_length', 'tokens' or 'sequence'",
+    "training.updates_per_batch=0": "greater than or equal to 1",
+    "task.reward_weights=answer": "names with numbers",
+    "model.lora_rank=-1": "greater than or equal to 0",
+    "task.reward_weights={answer: much}": "valid number",
+    "task.reward_weights={}": "names with numbers", "model.lora_targets=q_proj": "list",
+    "data.max_prompt_tokens=0": "greater than or equal to 1",
+    "training.learning_type=sil": "[k, n]",
+    "training.learning_type=ppo": "'grpo' or 'sil'", "word": "section.key=value", "--fast": "usage",
     "training.seed=[": "not YAML", "training={seed: 1}": "no such key",
+    "run.name=group/one": "one plain name", "run.name=..": "one plain name",
+    "run.name=''": "one plain name", "run.name=/tmp/a": "one plain name",
+    "sampling.engine=auto": "'generate' or 'continuous'",
 }
 
 
@@ -85,7 +103,7 @@ def test_a_config_file_that_cannot_be_used_is_named(tmp_path, content, says):
 
 
 def test_the_default_name_is_made_of_what_defines_the_experiment_and_nothing_else(monkeypatch):
-    name = main.default_run_name(make_config())
+    name = settings.default_run_name(make_config())
     assert re.fullmatch(r"grpo-[0-9a-f]{8}", name)
     same = [{"training__max_steps": 7}, {"training__tokens_per_micro_batch": 9},
             {"validation__every": 3}, {"run__dir": "x"}, {"run__name": "y"},
@@ -96,12 +114,12 @@ def test_the_default_name_is_made_of_what_defines_the_experiment_and_nothing_els
              {"data__num_validation": 9}, {"training__kl_beta": 0.1},
              {"task__reward_weights": {"answer": 1.0}}, {"model__lora_rank": 2},
              {"training__learning_type": "sil", "training__k_best_of_n": [2, 8]}]
-    assert {main.default_run_name(make_config(**overrides)) for overrides in same} == {name}
-    assert len({main.default_run_name(make_config(**overrides)) for overrides in other}
+    assert {settings.default_run_name(make_config(**overrides)) for overrides in same} == {name}
+    assert len({settings.default_run_name(make_config(**overrides)) for overrides in other}
                | {name}) == len(other) + 1
-    monkeypatch.setattr(main, "WORLD_SIZE", 2)  # the same questions per step, shared by two
-    assert main.default_run_name(make_config(training__num_samples_per_step=4)) == name
-    assert main.default_run_name(make_config()) != name
+    monkeypatch.setattr(settings, "WORLD_SIZE", 2)  # the same questions per step, shared by two
+    assert settings.default_run_name(make_config(training__num_samples_per_step=4)) == name
+    assert settings.default_run_name(make_config()) != name
 
 
 def test_switching_to_sil_takes_the_two_keys_that_config_yaml_names():

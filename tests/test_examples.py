@@ -4,7 +4,7 @@ import json
 import math
 import re
 import signal
-import threading
+import sys
 import time
 from fractions import Fraction
 from types import SimpleNamespace
@@ -12,13 +12,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import SIZES, make_config, read_jsonl
+from conftest import SIZES, make_config, read_jsonl, start
 from processes import ROOT
 
-import logger
 import main
+from machinery import tasks
 
-task = main.load_task(make_config(task__name="examples/gsm8k.py").task)
+task = main.load_task(make_config(task__name="examples/gsm8k.py"))
 rewards = task.rewards
 SMALL = ["training.max_steps=2", "training.max_new_gen_tokens=16",
          "training.num_samples_per_step=2", "training.k_best_of_n=[4,4]", "data.num_validation=3",
@@ -157,9 +157,9 @@ def test_a_row_that_is_none_of_gsm8k_is_named(row, tmp_path):
 def test_gsm8k_trains_end_to_end_without_the_hub(tmp_path):
     arguments = ["task.name=examples/gsm8k.py", "data.dataset=examples/gsm8k.jsonl",
                  "data.prompt_style=chat", f"run.dir={tmp_path}"]
-    assert main.main([*SMALL, *arguments,
-                      "task.reward_weights={accuracy: 1, cosine: 0.5, repetition: 0.25}",
-                      "training.learning_rate=0.01"]) == 0
+    assert start([*SMALL, *arguments,
+                  "task.reward_weights={accuracy: 1, cosine: 0.5, repetition: 0.25}",
+                  "training.learning_rate=0.01"]) == 0
     entries = read_jsonl(tmp_path / "a" / "metrics.jsonl")
     steps = [entry for entry in entries if "reward" in entry]
     assert len(steps) == 2 and all(entry["updated"] == 1 for entry in steps)
@@ -176,8 +176,8 @@ def test_gsm8k_trains_end_to_end_without_the_hub(tmp_path):
 # ---------------------------------------------------------------- plugging in
 
 def test_weights_choose_the_parts_but_what_counts_as_solved_is_always_measured(tmp_path):
-    assert main.main([*SMALL, f"run.dir={tmp_path}", "data.max_rows=100",
-                      "task.reward_weights={format: 2}"]) == 0
+    assert start([*SMALL, f"run.dir={tmp_path}", "data.max_rows=100",
+                  "task.reward_weights={format: 2}"]) == 0
     entries = read_jsonl(tmp_path / "a" / "metrics.jsonl")
     assert (entries[1]["reward"] == pytest.approx(2 * entries[1]["reward/format"])
             and "reward/answer" not in entries[1])
@@ -191,9 +191,9 @@ def test_questions_that_are_too_long_are_left_out_and_counted(tmp_path, capsys):
     limit = lengths[8]
     arguments = ["task.name=examples/gsm8k.py", "data.dataset=examples/gsm8k.jsonl",
                  f"run.dir={tmp_path}", "training.max_steps=0"]
-    assert main.main([*SMALL, *arguments, f"data.max_prompt_tokens={limit}"]) == 0
+    assert start([*SMALL, *arguments, f"data.max_prompt_tokens={limit}"]) == 0
     assert f"data.max_prompt_tokens={limit} leaves out 3 of 12 questions" in capsys.readouterr().out
-    assert main.main([*SMALL, *arguments, "run.name=b", "data.max_prompt_tokens=5"]) == 2
+    assert start([*SMALL, *arguments, "run.name=b", "data.max_prompt_tokens=5"]) == 2
     assert "data.max_prompt_tokens=5" in capsys.readouterr().err
 
 
@@ -211,21 +211,18 @@ def reward_function(completion, row):
 
 
 @pytest.mark.parametrize(("failure", "says"), [
-    ('raise KeyError("steps")', "reward_function > steps failed (KeyError: 'steps')"),
-    ('return float("nan")',
-     "reward_function failed (ValueError: it returned {'answer': 0.0, 'format': nan})"),
-    ("return 1 + None", "reward_function > steps failed (TypeError"),
-    ("return None", "reward_function failed (TypeError")])
+    ('raise KeyError("steps")', "failed at line 6 of {path} (KeyError: 'steps')"),
+    ('return float("nan")', "failed (ValueError: it returned {{'answer': 0.0, 'format': nan}})"),
+    ("return 1 + None", "failed at line 6 of {path} (TypeError"),
+    ("return None", "failed (TypeError")])
 def test_a_reward_that_fails_stops_the_run_with_its_name_and_the_completion(
         failure, says, tmp_path, capsys):
     (tmp_path / "broken.py").write_text(BROKEN.format(failure=failure))
-    assert main.main([*SMALL, f"task.name={tmp_path / 'broken.py'}", "data.max_rows=100",
-                      f"run.dir={tmp_path}"]) == 2
+    assert start([*SMALL, f"task.name={tmp_path / 'broken.py'}", "data.max_rows=100",
+                  f"run.dir={tmp_path}"]) == 2
     said = capsys.readouterr().err
-    assert says in said and "Traceback" not in said
-    saved = json.loads((tmp_path / "a" / "failed-reward-0.json").read_text())
-    assert (str(tmp_path / "a" / "failed-reward-0.json") in said and saved["completion"]
-            and saved["row"]["nums"] and "Traceback" in saved["error"])
+    assert says.format(path=tmp_path / "broken.py") in said and "Traceback" not in said
+    assert re.search(r"on the completion '\d+.* to \{'nums': \[\d+, ", said)
 
 
 class EnoughSaid(Exception):
@@ -246,19 +243,16 @@ def match_without_end(said):
 @pytest.mark.parametrize("hang", [wait_for_three_lines, match_without_end])
 def test_a_reward_that_does_not_answer_is_named_with_its_question_again_and_again_and_no_other_is(
         hang, monkeypatch):
-    said, this_thread = [], threading.get_ident()
+    said = []
 
     def hear(line, **_):
         said.append(line)
         if len(said) == 3 and hang is match_without_end:
-            signal.pthread_kill(this_thread, signal.SIGUSR1)
+            raise EnoughSaid
 
-    def enough(*_):
-        raise EnoughSaid
-
-    monkeypatch.setattr(logger, "print", hear, raising=False)
-    monkeypatch.setattr(logger, "SECONDS_FOR_A_REWARD", 1.0)
-    before = signal.signal(signal.SIGUSR1, enough)
+    monkeypatch.setattr(tasks, "print", hear, raising=False)
+    monkeypatch.setattr(tasks, "SECONDS_FOR_A_REWARD", 0.5)
+    of_the_test = signal.signal(signal.SIGALRM, signal.SIG_DFL)
     rows = [{"prompt": f"question {i}\nof three"} for i in range(3)]
 
     def reward_function(completion, row):
@@ -267,16 +261,45 @@ def test_a_reward_that_does_not_answer_is_named_with_its_question_again_and_agai
         return {"right": 1.0}
 
     trajectories = [main.Trajectory(row, [], [0], "", False) for row in rows]
-    main.score(trajectories, SimpleNamespace(reward_function=reward_function,
-                                             REWARD_WEIGHTS={"right": 1.0}, SOLVED="right"),
-               make_config())
-    signal.signal(signal.SIGUSR1, before)
+    own = SimpleNamespace(reward_function=reward_function, REWARD_WEIGHTS={"right": 1.0},
+                          SOLVED="right")
+    main.score(trajectories, own)
+    assert signal.signal(signal.SIGALRM, of_the_test) == signal.SIG_DFL
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
     assert [trajectory.reward for trajectory in trajectories] == [1.0] * 3
-    assert len(said) >= 3 and all(
-        "the question: question 1 of three" in line and "rank 0" in line for line in said)
-    assert all(f"of {__file__}" in line or f"of {re.__file__}" in line for line in said)
-    waited = [float(re.search(r"not answered for (\d+) s", line)[1]) for line in said]
-    assert waited == sorted(waited)
+    line = reward_function.__code__.co_firstlineno + 2
+    assert len(said) >= 3 and all("the question: question 1 of three" in each
+                                  and f"(rank 0, line {line} of {__file__})" in each
+                                  for each in said)
+
+
+def test_a_task_that_has_a_time_limit_of_its_own_keeps_it():
+    """By SIGALRM, as such limits are set: here that of this very test."""
+    before = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0]
+    with tasks.named_if_slow({"prompt": ""}):
+        handler, seconds = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0]
+    assert handler == before[0] and 0 < before[1] - seconds < 60
+
+
+@pytest.mark.parametrize("name", ["math", "datasets", "torch"])
+def test_a_task_cannot_take_the_place_of_another_module(name, tmp_path, capsys):
+    (tmp_path / f"{name}.py").write_text("from countdown import *")
+    module = sys.modules[name]
+    assert start([*SMALL, f"task.name={tmp_path / name}.py", f"run.dir={tmp_path}"]) == 2
+    assert f"Python has a module {name}; rename the file" in capsys.readouterr().err
+    assert sys.modules[name] is module
+
+
+@pytest.mark.parametrize("part", ["reward", "truncated", "completion_length", "best_of_n",
+                                  "solved"])
+def test_a_part_of_the_reward_cannot_have_the_name_of_a_metric(part, tmp_path):
+    """It would be overwritten, or decide which model is the best."""
+    (tmp_path / "own.py").write_text(
+        "from countdown import load\n\nSOLVED = 'right'\n"
+        f"REWARD_WEIGHTS = {{'right': 1.0, '{part}': 0.5}}\n"
+        "def reward_function(completion, row):\n    return dict.fromkeys(REWARD_WEIGHTS, 0.0)\n")
+    with pytest.raises(main.UserError, match=f"own.py.*'{part}'.*name metrics"):
+        main.load_task(make_config(task__name=str(tmp_path / "own.py")))
 
 
 @pytest.mark.parametrize(("load", "says"), [
@@ -286,7 +309,7 @@ def test_a_tasks_load_that_fails_is_named(load, says, tmp_path, capsys):
     (tmp_path / "broken.py").write_text(
         "from countdown import SOLVED, REWARD_WEIGHTS, reward_function\n\n\n"
         "def load(dataset, max_rows):\n    " + load)
-    assert main.main([*SMALL, f"task.name={tmp_path / 'broken.py'}", f"run.dir={tmp_path}"]) == 2
+    assert start([*SMALL, f"task.name={tmp_path / 'broken.py'}", f"run.dir={tmp_path}"]) == 2
     said = capsys.readouterr().err
     assert "broken.py" in said and "load()" in said and says in said and "Traceback" not in said
 
@@ -296,10 +319,10 @@ def test_the_readmes_own_task_runs_as_it_stands(tmp_path):
         r"```python\n(# sums\.py.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
     assert len(block.strip().splitlines()) <= 25
     (tmp_path / "sums.py").write_text(block)
-    assert main.main([*SMALL, f"task.name={tmp_path / 'sums.py'}", f"run.dir={tmp_path}"]) == 0
+    assert start([*SMALL, f"task.name={tmp_path / 'sums.py'}", f"run.dir={tmp_path}"]) == 0
     step = read_jsonl(tmp_path / "a" / "metrics.jsonl")[1]
     assert {"reward/digits", "reward/sum", "reward/sum_std"} <= set(step)
-    own = main.load_task(make_config(task__name=str(tmp_path / "sums.py")).task)
+    own = main.load_task(make_config(task__name=str(tmp_path / "sums.py")))
     row = own.load("", 1)[0]
     assert own.reward_function(str(row["a"] + row["b"]), row) == {"digits": 1.0, "sum": 1.0}
     assert own.reward_function("no idea", row) == {"digits": 0.0, "sum": 0.0}
@@ -309,10 +332,10 @@ def test_the_readmes_reward_for_countdown_runs_as_it_stands(tmp_path):
     block = re.search(
         r"```python\n(# terse\.py.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
     (tmp_path / "terse.py").write_text(block)
-    assert main.main([*SMALL, f"task.name={tmp_path / 'terse.py'}", f"run.dir={tmp_path}",
-                      "data.prompt_style=chat"]) == 0
+    assert start([*SMALL, f"task.name={tmp_path / 'terse.py'}", f"run.dir={tmp_path}",
+                  "data.prompt_style=chat"]) == 0
     assert 0 < read_jsonl(tmp_path / "a" / "metrics.jsonl")[1]["reward/brevity"] <= 1
-    terse = main.load_task(make_config(task__name=str(tmp_path / "terse.py")).task)
+    terse = main.load_task(make_config(task__name=str(tmp_path / "terse.py")))
     assert terse.reward_function(
         "</think>\n<answer>3+4</answer>" + " " * 71, {"nums": [3, 4], "target": 7}) == {
             "format": 1.0, "answer": 1.0, "brevity": 0.8}

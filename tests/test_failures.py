@@ -9,21 +9,26 @@ import os
 import resource
 import shutil
 import socket
+import subprocess
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
+import matplotlib.figure
 import pytest
 import safetensors.torch
 import torch
-from conftest import read_jsonl, stay
+from conftest import DRAW_CURVES, make_config, read_jsonl, run_main, start, stay
 from processes import ROOT, ranks
 from test_resume import SMALL, outcome, run_without_curves, uninterrupted, without_files
 from torch.distributed import distributed_c10d
 
 import logger
 import main
+from machinery import checkpoints, launch
+from machinery import ranks as ranks_of_machinery
 
 TINY = [*SMALL, "training.max_new_gen_tokens=16"]
 
@@ -65,10 +70,10 @@ def make_mistakes(folder):
         (["model.attention=flash_attention_9"],
          ["model.name=", "model.attention='flash_attention_9'"]),
         (["training.max_steps=many"], ["training.max_steps='many'", "integer"]),
-        (["training.learning_rate=.nan"], ["training.learning_rate=nan", "number above 0"]),
+        (["training.learning_rate=.nan"], ["training.learning_rate=nan", "finite number"]),
         (["training.k_best_of_n=[1,1]"], ["training.k_best_of_n=[1, 1]", "[G, G]"]),
         (["training.learning_type=sil", "training.k_best_of_n=[4,4]"],
-         ["training.k_best_of_n=[4, 4]", "k below n"]),
+         ["training.k_best_of_n=[4, 4]", "[k, n], like [2, 8]"]),
         (["--config", str(folder / "none.yaml")], ["none.yaml", "not there"]),
         (["--config", write("broken.yaml", "training: [")], ["broken.yaml", "not YAML"]),
         (["task.name=none.py"], ["task.name='none.py'"]),
@@ -76,7 +81,7 @@ def make_mistakes(folder):
                                task.format(load="return [{'prompt': None, 'problem': 1}]"))],
          ["no_text.py", "row 1", "None"]),
         (["task.name=" + write("greedy.py", task.format(load=greedy))],
-         ["out of memory while reading the questions", "data.max_rows"]),
+         ["out of memory in phase read", "data.max_rows (200)"]),
         (["task.reward_weights={answer: 1, form: 1}"],
          ["task.reward_weights", "form", "format, answer"]),
         (["model.lora_rank=4", "model.lora_targets=[q]"],
@@ -105,6 +110,8 @@ def make_mistakes(folder):
          ["training.max_new_gen_tokens=500", "512", "at most 46"]),
         ([f"run.dir={in_the_way}"], ["run.dir", in_the_way]),
         ([f"run.resume={folder / 'none'}"], ["run.resume", str(folder / "none"), "checkpoint"]),
+        (["run.resume=never"], ["run.resume='never'", "to begin anew, set run.name"]),
+        (["run.name=group/one"], ["run.name='group/one'", "one plain name"]),
         ([f"run.resume={folder / 'runs' / 'other'}", f"model.name={no_template}"],
          ["another experiment", "model.name", "run.resume_anyway"]),
         ([f"run.resume={folder / 'runs' / 'other'}", "run.resume_anyway=true",
@@ -115,16 +122,16 @@ def make_mistakes(folder):
 
 def make_each_mistake(all_arguments, folder):
     """On each rank: leaves what main.py answered, and how soon."""
-    leave, main.leave = main.leave, stay
+    leave, launch.leave = launch.leave, stay
     # Rank 1 would wait here for rank 0 to speak first and torchrun to end both; but now they are to
     # go on to the next mistake.
-    main.time = SimpleNamespace(sleep=lambda seconds: None if seconds >= 1 else time.sleep(seconds),
-                                perf_counter=time.perf_counter)
+    launch.time = SimpleNamespace(sleep=lambda seconds: None, time=time.time)
     answers = []
-    for arguments in all_arguments:
+    for number, arguments in enumerate(all_arguments):
         said, started = io.StringIO(), time.time()
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # each start meets anew
         with contextlib.redirect_stderr(said):
-            code = main.main(arguments)
+            code = start(arguments)
         answers.append({"code": code, "said": said.getvalue(), "seconds": time.time() - started})
     (folder / f"answers-{main.RANK}.json").write_text(json.dumps(answers))
     leave(0)
@@ -133,8 +140,8 @@ def make_each_mistake(all_arguments, folder):
 def test_a_mistake_is_one_line_with_the_value_and_the_remedy_on_every_rank(tmp_path, model_folder):
     mistakes = make_mistakes(tmp_path)
     shutil.copytree(model_folder("gpt2"), tmp_path / "gpt2")
-    assert main.main([*TINY, "training.max_steps=1", f"run.dir={tmp_path / 'runs'}",
-                      "run.name=other", "training.num_samples_per_step=4"]) == 0
+    assert start([*TINY, "training.max_steps=1", f"run.dir={tmp_path / 'runs'}",
+                  "run.name=other", "training.num_samples_per_step=4"]) == 0
     mistake_arguments = [[*TINY, f"run.dir={tmp_path / 'runs'}", "training.max_steps=1", *arguments]
                          for arguments, _ in mistakes]
     result = ranks(2, make_each_mistake, mistake_arguments, tmp_path)
@@ -152,16 +159,28 @@ def test_a_mistake_is_one_line_with_the_value_and_the_remedy_on_every_rank(tmp_p
             and not (tmp_path / "it has run").exists())
 
 
-def test_a_second_run_in_the_same_folder_is_refused_while_the_first_lives_and_every_rank_leaves_with_code_two(
-        tmp_path):
-    lock = logger.lock_folder(tmp_path / "a")
+def test_a_prompt_too_long_in_tokens_is_found_however_short_it_is_in_characters(tmp_path, capsys):
+    """Before the first step: with learned positions it would end in an index error in mid-run."""
+    (tmp_path / "own.py").write_text(
+        "from countdown import REWARD_WEIGHTS, SOLVED, reward_function\n"
+        "def load(dataset, max_rows):\n"
+        "    prompts = [f'Combine the numbers {i}, 7, 8. ' * 8 for i in range(200)]\n"
+        "    return [{'prompt': prompt} for prompt in [*prompts, chr(0x1F600) * 150]]\n")
+    assert start([*TINY, f"task.name={tmp_path / 'own.py'}", f"run.dir={tmp_path}"]) == 2
+    said = capsys.readouterr().err
+    assert "with a prompt of 600 tokens it exceeds the 512 that 'tiny/model' can read" in said
+
+
+def test_a_second_run_in_the_same_folder_is_refused_while_the_first_lives(tmp_path):
+    folder = checkpoints.RunFolder(make_config(run__dir=str(tmp_path), run__name="a"))
+    lock = folder._take()
     result = ranks(2, run_without_curves, *TINY, f"run.dir={tmp_path}")
     assert result.stderr.count("error: ") == 1 and result.codes[0] == 2
     assert (f"error: {tmp_path / 'a'} is in use by process {os.getpid()} on {socket.gethostname()}"
             ": wait for its end" in result.stderr)
     assert "main.py\", line" not in result.stderr
     lock.close()
-    assert main.main([*TINY, "training.max_steps=0", f"run.dir={tmp_path}"]) == 0
+    assert start([*TINY, "training.max_steps=0", f"run.dir={tmp_path}"]) == 0
 
 
 # ---------------------------------------------------------------- memory
@@ -181,14 +200,14 @@ def short_of_memory(function, *arguments):
             resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
 
     setattr(main, function, with_little_memory)
-    main.main(list(arguments))
+    run_main(*arguments)
 
 
 @pytest.mark.skipif(sys.platform != "linux",
                     reason="only Linux says how much address space a process uses")
 @pytest.mark.parametrize(("function", "num_ranks", "questions", "advice"), [
-    ("generate_completions", 1, 64, "sampling: lower sampling.max_rows from 1024 to 512"),
-    ("policy_gradient", 2, 16, "learning: lower training.tokens_per_micro_batch from 100000 to "),
+    ("complete", 1, 64, "sample: lower sampling.max_rows (1024), then training.max_new_gen"),
+    ("policy_gradient", 2, 16, "learn: lower training.tokens_per_micro_batch (100000), then set"),
 ])
 def test_running_out_of_memory_ends_with_the_key_to_lower_on_whichever_rank_it_happens(
         function, num_ranks, questions, advice, tmp_path):
@@ -196,7 +215,7 @@ def test_running_out_of_memory_ends_with_the_key_to_lower_on_whichever_rank_it_h
                    "sampling.max_rows=1024", f"training.num_samples_per_step={questions}",
                    "training.k_best_of_n=[16,16]", "training.max_new_gen_tokens=64",
                    "training.tokens_per_micro_batch=100000", "validation.best_of_n=1")
-    assert f"error: out of memory while {advice}" in result.stderr, result.stderr
+    assert f"error: out of memory in phase {advice}" in result.stderr, result.stderr
     assert "main.py\", line" not in result.stderr and result.stderr.count("error: ") == 1
 
 
@@ -209,7 +228,7 @@ def with_small_files(limit, *arguments):
 
 def test_a_disk_that_takes_no_more_is_one_line_and_the_former_checkpoint_stays(tmp_path):
     settings = ["checkpoint.every=1", f"run.dir={tmp_path}"]
-    assert main.main([*TINY, *settings, "training.max_steps=2"]) == 0
+    assert start([*TINY, *settings, "training.max_steps=2"]) == 0
     before = outcome(tmp_path / "a")
     # bytes in one file: more than metrics and samples need, less than a checkpoint
     limit = 8 * 2**20
@@ -222,7 +241,7 @@ def test_a_disk_that_takes_no_more_is_one_line_and_the_former_checkpoint_stays(t
     assert sorted(path.name for path in (tmp_path / "a" / "checkpoints").iterdir()) == [
         "step-000001", "step-000002"]
     assert outcome(tmp_path / "a")["tensors"] == before["tensors"]
-    assert main.main([*TINY, *settings, "training.max_steps=4"]) == 0
+    assert start([*TINY, *settings, "training.max_steps=4"]) == 0
     assert without_files(outcome(tmp_path / "a"))["step"] == "step-000004"
 
 
@@ -230,15 +249,28 @@ def test_a_full_disk_is_one_line_wherever_it_strikes(tmp_path, monkeypatch, caps
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    for module, name in ((logger.Logger, "_append"), (logger.Logger, "_draw_curves"),
-                         (logger, "switch_best"), (logger.os, "fsync")):
+    monkeypatch.setattr(logger.Logger, "_draw_curves", DRAW_CURVES)
+    for module, name in ((logger, "open"), (matplotlib.figure.Figure, "savefig"),
+                         (Path, "symlink_to"), (os, "fsync"), (checkpoints, "save_file")):
         with monkeypatch.context() as patch:
-            patch.setattr(module, name, full)
-            assert main.main([*TINY, "training.max_steps=1", f"run.dir={tmp_path}",
-                              f"run.name={name}"]) == 2
+            patch.setattr(module, name, full, raising=False)
+            assert start([*TINY, "training.max_steps=1", f"run.dir={tmp_path}",
+                          f"run.name={name}"]) == 2
         last = capsys.readouterr().err.splitlines()[-1]
-        assert (last.startswith("error: ") and str(tmp_path / name) in last
+        assert (last.startswith(f"error: {tmp_path / name} cannot be written to")
                 and "No space left on device" in last)
+
+
+def test_an_error_that_has_nothing_to_do_with_the_folder_is_not_blamed_on_it_and_shown_at_once(
+        tmp_path, monkeypatch, capsys):
+    def gone(*_):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(main, "compute_advantages", gone)
+    monkeypatch.setattr(launch.time, "sleep", None)
+    assert start([*TINY, "training.max_steps=1", f"run.dir={tmp_path}"]) == 1
+    said = capsys.readouterr().err
+    assert said.endswith("OSError: no route to host\n") and "written" not in said
 
 
 # ---------------------------------------------------------------- numbers
@@ -248,8 +280,8 @@ class Broken(main.Policy):
 
     when, passes = (), 0
 
-    def forward(self, **batch):
-        logprobs, entropies = super().forward(**batch)
+    def forward(self, answers):
+        logprobs, entropies = super().forward(answers)
         Broken.passes += 1
         return (logprobs * (float("nan") if Broken.passes in Broken.when else 1.0), entropies)
 
@@ -259,7 +291,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted_and_too_many_in_a_
     monkeypatch.setattr(main, "Policy", Broken)
     settings = [*SMALL, "checkpoint.every=1", f"run.dir={tmp_path}", "training.max_bad_steps=3"]
     Broken.when, Broken.passes = (3, 4), 0  # the first is the warm-up's
-    assert main.main([*settings, "training.max_steps=5"]) == 0
+    assert start([*settings, "training.max_steps=5"]) == 0
     assert "skipped: the gradient is not finite" in capsys.readouterr().out
     steps = [entry for entry in read_jsonl(tmp_path / "a" / "metrics.jsonl") if "reward" in entry]
     assert ([entry["non_finite"] for entry in steps] == [0, 1, 1, 0, 0]
@@ -271,7 +303,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted_and_too_many_in_a_
     assert all(torch.isfinite(value).all() for value in saved.values())
 
     Broken.when, Broken.passes = range(2, 100), 0
-    assert main.main([*settings, "training.max_steps=20"]) == 2
+    assert start([*settings, "training.max_steps=20"]) == 2
     message = capsys.readouterr().err.splitlines()[-1]
     assert (message.startswith("error: the gradient was not finite in 3 steps in a row")
             and "training.learning_rate" in message)
@@ -286,19 +318,20 @@ def with_one_bad_rank(folder, *arguments):
 
     def recorded(run):
         nonlocal step
-        step = run.state.step + 1
-        training_step(run)
+        step = run.step + 1
+        finite = training_step(run)
         weights = b"".join(parameter.detach().numpy().tobytes()
                            for parameter in run.model.parameters())
         with open(folder / f"weights-{main.RANK}", "a") as file:
             print(hashlib.sha256(weights).hexdigest(), file=file)
+        return finite
 
     def bad_loss(*arguments):
         loss, watched = policy_loss(*arguments)
         return loss * (float("inf") if (main.RANK, step) == (1, 2) else 1.0), watched
 
     main.training_step, main.policy_loss = recorded, bad_loss
-    main.main(list(arguments))
+    run_main(*arguments)
 
 
 def test_a_rank_whose_gradient_is_not_finite_keeps_all_ranks_from_stepping(tmp_path):
@@ -327,7 +360,7 @@ def with_a_slow_rank(*arguments):
         score(*arguments)
 
     main.score = slow_score
-    main.main(list(arguments))
+    run_main(*arguments)
 
 
 def test_a_rank_slower_than_the_default_timeout_is_waited_for(tmp_path):
@@ -337,57 +370,54 @@ def test_a_rank_slower_than_the_default_timeout_is_waited_for(tmp_path):
 
 def test_going_on_with_other_settings(tmp_path, capsys):
     settings = [*TINY, "checkpoint.every=2", f"run.dir={tmp_path}"]
-    assert main.main([*settings, "training.max_steps=2"]) == 0
+    assert start([*settings, "training.max_steps=2"]) == 0
     capsys.readouterr()
-    assert main.main([*settings, "training.max_steps=2"]) == 0  # a finished run
+    assert start([*settings, "training.max_steps=2"]) == 0  # a finished run
     said = capsys.readouterr().out
     assert ("this run has finished before: raise training.max_steps to go on with it, "
-            "or set run.resume=never to run it anew" in said)
+            "or set run.name to a new name to run it anew" in said)
     assert json.loads(said.splitlines()[-1]) == json.loads(
         (tmp_path / "a" / "summary.json").read_text())
 
-    assert main.main([*settings, "training.max_steps=3", "training.tokens_per_micro_batch=100",
-                      "validation.every=3"]) == 0
+    assert start([*settings, "training.max_steps=3", "training.tokens_per_micro_batch=100",
+                  "validation.every=3"]) == 0
     said = capsys.readouterr().out
     for change in ("training.max_steps: 2 -> 3", "training.tokens_per_micro_batch: 8192 -> 100",
                    "validation.every: 50 -> 3"):
         assert f"changed since the checkpoint: {change}\n" in said
     assert "changed since the checkpoint: run." not in said
 
-    assert main.main([*settings, "training.max_steps=4", "training.seed=1",
-                      "training.learning_rate=0.01"]) == 2
+    assert start([*settings, "training.max_steps=4", "training.seed=1",
+                  "training.learning_rate=0.01"]) == 2
     assert ("(training.learning_rate: 0.001 -> 0.01; training.seed: 0 -> 1)"
             in capsys.readouterr().err)
-    assert main.main([*settings, "training.max_steps=4", "training.learning_rate=0.01",
-                      "run.resume_anyway=true"]) == 0
+    assert start([*settings, "training.max_steps=4", "training.learning_rate=0.01",
+                  "run.resume_anyway=true"]) == 0
     assert [entry["step"] for entry in read_jsonl(tmp_path / "a" / "metrics.jsonl")
             if "reward" in entry] == [1, 2, 3, 4]
 
-    assert main.main([*settings, "training.max_steps=1", "run.resume=never"]) == 0
-    assert main.main([*settings, "training.max_steps=1", "run.resume=never"]) == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"a", "a-2", "a-3"}
-    assert read_jsonl(tmp_path / "a-2" / "metrics.jsonl")[-1]["step"] == 1
 
-
-def test_never_begins_anew_once_and_a_restart_of_it_goes_on(tmp_path, monkeypatch, capsys):
-    settings = [*TINY, "checkpoint.every=1", f"run.dir={tmp_path}", "run.resume=never"]
-    assert main.main([*settings, "training.max_steps=1"]) == 0
-    assert main.main([*settings, "training.max_steps=1"]) == 0
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+def test_a_key_that_is_younger_than_the_checkpoint_is_said(tmp_path, capsys):
+    """Nobody knows what it stood for then, and config.yaml may have been edited since."""
+    settings = [*TINY, "checkpoint.every=1", f"run.dir={tmp_path}"]
+    assert start([*settings, "training.max_steps=1"]) == 0
+    path = tmp_path / "a" / "checkpoints" / "step-000001" / "state.json"
+    state = json.loads(path.read_text())
+    del state["config"]["training.kl_beta"]
+    path.write_text(json.dumps(state))
     capsys.readouterr()
-    assert main.main([*settings, "training.max_steps=2"]) == 0
-    assert (f"going on from {tmp_path / 'a-2' / 'checkpoints' / 'step-000001'}"
+    assert start([*settings, "training.max_steps=2", "training.kl_beta=0.5"]) == 0
+    assert ("changed since the checkpoint: training.kl_beta: no such key -> 0.5\n"
             in capsys.readouterr().out)
-    assert {path.name for path in tmp_path.iterdir()} == {"a", "a-2"}
 
 
 def test_a_checkpoint_by_path_begins_a_branch_that_then_goes_on_by_itself(tmp_path, capsys):
     settings = [*TINY, "checkpoint.every=1", "checkpoint.keep=3", "validation.every=1",
                 f"run.dir={tmp_path}"]
-    assert main.main([*settings, "training.max_steps=3"]) == 0
+    assert start([*settings, "training.max_steps=3"]) == 0
     branch = [*settings, "run.name=b",
               f"run.resume={tmp_path / 'a' / 'checkpoints' / 'step-000002'}"]
-    assert main.main([*branch, "training.max_steps=3"]) == 0
+    assert start([*branch, "training.max_steps=3"]) == 0
     branched, origin = outcome(tmp_path / "b"), outcome(tmp_path / "a")
     for same in ("metrics", "samples", "tensors", "step"):
         assert branched[same] == origin[same]
@@ -395,7 +425,7 @@ def test_a_checkpoint_by_path_begins_a_branch_that_then_goes_on_by_itself(tmp_pa
     # not one of the origin's
     assert best["step"] == 3 and (tmp_path / "b" / "best").resolve().name == "best-000003"
     capsys.readouterr()
-    assert main.main([*branch, "training.max_steps=4"]) == 0
+    assert start([*branch, "training.max_steps=4"]) == 0
     assert (f"going on from {tmp_path / 'b' / 'checkpoints' / 'step-000003'}"
             in capsys.readouterr().out)
 
@@ -414,11 +444,62 @@ def test_other_ranks_with_the_same_batch_go_on_and_with_another_batch_do_not(tmp
             if "reward" in entry] == [1, 2]
 
 
-def test_what_a_run_chose_from_its_machine_it_keeps(tmp_path):
+def test_a_branch_leaves_the_run_that_it_comes_from_as_it_is(tmp_path, capfd):
+    """Even where its newest checkpoint is damaged, or half deleted by its owner just now."""
+    settings = [*TINY, "checkpoint.every=1", "checkpoint.keep=3", f"run.dir={tmp_path}"]
+    assert start([*settings, "training.max_steps=2"]) == 0
+    (tmp_path / "a" / "checkpoints" / "step-000002" / "state.json").unlink()
+    before = sorted(path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*"))
+    branch = ["run.name=b", f"run.resume={tmp_path / 'a'}", "training.max_steps=2"]
+    assert start([*settings, *branch]) == 0
+    checkpoint = tmp_path / "a" / "checkpoints" / "step-000001"
+    assert f"going on from {checkpoint}\n" in capfd.readouterr().out
+    assert before == sorted(path.relative_to(tmp_path / "a")
+                            for path in (tmp_path / "a").rglob("*"))
+
+
+def test_precision_that_follows_from_the_device_is_part_of_the_experiment(tmp_path, capsys):
     settings = [*TINY, f"run.dir={tmp_path}"]
-    assert main.main([*settings, "training.max_steps=1", "model.precision=bfloat16"]) == 0
-    assert main.main([*settings, "training.max_steps=2"]) == 0
+    assert start([*settings, "training.max_steps=1", "model.precision=bfloat16"]) == 0
     assert "precision: bfloat16" in (tmp_path / "a" / "config.yaml").read_text()
+    assert start([*settings, "training.max_steps=2"]) == 2
+    assert "(model.precision: bfloat16 -> float32)" in capsys.readouterr().err
+
+
+def meet_too_few(*arguments):
+    ranks_of_machinery.TIME_TO_MEET = timedelta(seconds=1)
+    os.environ["WORLD_SIZE"] = "3"
+    ranks_of_machinery.WORLD_SIZE = 3
+    run_main(*arguments)
+
+
+def test_a_rank_that_never_comes_ends_the_others_with_one_line():
+    result = ranks(2, meet_too_few, *TINY)
+    assert result.codes[0] == 2 and "error: the ranks cannot reach each other" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_restarts_on_several_machines_ask_for_a_store_of_their_own():
+    result = ranks(1, run_main, *TINY, GROUP_WORLD_SIZE="2", TORCHELASTIC_MAX_RESTARTS="3")
+    assert result.returncode == 2
+    assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun" in result.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere torchrun's default is taken for it")
+@pytest.mark.parametrize(("chosen", "threads"), [({}, 2), ({"OMP_NUM_THREADS": "1"}, 1)])
+def test_ranks_share_the_cores_unless_the_user_says_how_many_threads(chosen, threads, monkeypatch):
+    """Under torchrun, which sets OMP_NUM_THREADS=1 for its ranks where nobody has set it."""
+    started_with = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    rank = ("import os, torch; from machinery import ranks; ranks.dist.init_process_group = "
+            "lambda *_, **__: None; os.sched_getaffinity = lambda _: range(4); ranks._meet = "
+            "lambda: None; ranks.join(); print(torch.get_num_threads())")
+    torchrun = ("import os, subprocess, sys; os.environ.setdefault('OMP_NUM_THREADS', '1'); "
+                f"subprocess.run([sys.executable, '-c', {rank!r}], check=True)")
+    result = subprocess.run([sys.executable, "-c", torchrun], cwd=ROOT, capture_output=True,
+                            text=True, check=True, env={**started_with, **chosen, "RANK": "0",
+                                                        "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2",
+                                                        "TORCHELASTIC_RUN_ID": "test"})
+    assert int(result.stdout) == threads
 
 
 # ---------------------------------------------------------------- secrets

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from conftest import gradient, make_config, make_model, make_trajectories, relative_error
+from conftest import gradient, make_config, make_model, make_trajectories, relative_error, start
 from processes import ranks
 from test_learning import (
     ARCHITECTURE,
@@ -21,6 +21,8 @@ from test_learning import (
 )
 
 import main
+from machinery.launch import leave
+from machinery.ranks import join
 
 pytestmark = pytest.mark.mathematics
 GRPO = {"training__loss_normalizer": "sequence"}
@@ -41,7 +43,7 @@ def test_loss_and_gradient_of_each_published_variant_equal_the_plain_formula(
     keys = {**PUBLISHED[name], **kl, **clip, "training__updates_per_batch": mu}
     trajectories = make_trajectories(QUESTIONS * GROUP)
     model = make_model(ARCHITECTURE[dtype], dtype)
-    metrics = learn(model, trajectories, one_rank, **keys)
+    metrics = learn(model, trajectories, **keys)
     expected_loss, expected = reference(trajectories, ARCHITECTURE[dtype], **keys)
     assert relative_error(gradient(model), expected) < BOUND[dtype]
     # the sum of what is near 1 and -1
@@ -64,7 +66,7 @@ def all_combinations():
 def learn_from_shares(folder, cases):
     """Each rank learns from its share of one batch, in every case;
     rank 0 leaves the gradients behind."""
-    device, _ = main.setup_distributed()
+    join()
     for number, case in enumerate(cases):
         batch = make_case(case["idle_share"])
         share = batch[main.RANK * len(batch) // main.WORLD_SIZE:
@@ -72,11 +74,11 @@ def learn_from_shares(folder, cases):
         assert len(share) == QUESTIONS * GROUP // main.WORLD_SIZE
         dtype = getattr(torch, case["dtype"])
         model = make_model(ARCHITECTURE[dtype], dtype)
-        metrics = learn(model, share, device, training__tokens_per_micro_batch=60, **case["keys"])
+        metrics = learn(model, share, training__tokens_per_micro_batch=60, **case["keys"])
         if main.RANK == 0:
             torch.save(gradient(model).clone(), folder / f"{number}.pt")
             (folder / f"{number}.json").write_text(json.dumps(metrics))
-    main.leave(0)
+    leave(0)
 
 
 @pytest.mark.parametrize("idle", [False, True], ids=["all learn", "one idle"])
@@ -106,7 +108,7 @@ def test_neither_micro_batches_nor_the_order_of_rows_change_the_gradient(keys, o
     for tokens in (1, 50, 100_000):
         random.Random(tokens).shuffle(trajectories)
         model = make_model("gpt2", torch.float64)
-        learn(model, trajectories, one_rank, training__tokens_per_micro_batch=tokens, **keys)
+        learn(model, trajectories, training__tokens_per_micro_batch=tokens, **keys)
         gradients.append(gradient(model).clone())
     assert (relative_error(gradients[1], gradients[0]) < 1e-11
             and relative_error(gradients[2], gradients[0]) < 1e-11)
@@ -117,7 +119,7 @@ def test_with_a_kl_term_a_step_without_signal_still_updates(one_rank):
     for trajectory in trajectories:
         trajectory.advantage = 0.0
     model = make_model()
-    metrics = learn(model, trajectories, one_rank, **KL)
+    metrics = learn(model, trajectories, **KL)
     assert metrics["updated"] == 1 and metrics["kl"] > 0 and gradient(model).norm() > 0
 
 
@@ -136,44 +138,33 @@ def test_sil_learns_from_the_k_best_alone_whatever_the_normaliser_counts():
     config = make_config(training__learning_type="sil", training__k_best_of_n=[2, 4])
     group = [main.Trajectory({}, [], [0] * length, "", False, reward=reward)
              for length, reward in ((1, 0.1), (2, 1.1), (3, 0.0), (4, 0.6))]
-    assert main.compute_advantages(group, config, random.Random(0)) == [group[1], group[3]]
+    assert (main.compute_advantages(group, config.training, random.Random(0))
+            == [group[1], group[3]])
     everything = make_config()
-    assert main.compute_advantages(group, everything, random.Random(0)) == group
+    assert main.compute_advantages(group, everything.training, random.Random(0)) == group
 
 
-def \
-test_a_later_update_that_is_not_finite_is_skipped_and_said_and_what_is_half_changed_is_never_saved(
+def test_a_later_update_that_is_not_finite_is_skipped_and_said_and_its_step_is_not_saved(
         tmp_path, monkeypatch, capsys):
     keys = ["training.max_steps=2", "training.max_new_gen_tokens=24",
             "training.num_samples_per_step=2", "training.k_best_of_n=[4,4]",
             "data.num_validation=4", "data.max_rows=100", "validation.best_of_n=2",
-            "training.updates_per_batch=2", f"run.dir={tmp_path}", "training.kl_beta=0.1"]
-    losses, policy_loss, calls = [], main.policy_loss, []
+            "training.updates_per_batch=2", f"run.dir={tmp_path}", "training.kl_beta=0.1",
+            "checkpoint.every=1"]
+    policy_loss, calls = main.policy_loss, []
 
     def bad_at_the_fourth(*arguments):
         calls.append(arguments)
         loss, watched = policy_loss(*arguments)
-        losses.append(loss.item())
         return loss * (float("nan") if len(calls) == 4 else 1.0), watched
 
     # the second update of the second step
     monkeypatch.setattr(main, "policy_loss", bad_at_the_fourth)
-    assert main.main([*keys, "run.name=a"]) == 0
+    assert start([*keys, "run.name=a"]) == 0
     steps = [json.loads(line)
              for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
              if '"reward"' in line]
     assert [(step["updated"], step["non_finite"]) for step in steps] == [(2, 0), (1, 1)]
     assert steps[1]["kl"] is not None and "step     2" in capsys.readouterr().out
-
-    saved = []
-    monkeypatch.setattr(main, "GRACE", 10**6)  # the timer that would end this process
-    run = main.Run(*[None] * 12)
-    monkeypatch.setattr(main, "save_checkpoint", lambda run: saved.append(run.state.step))
-    run.state.step, run.log = 3, type("Log", (), {
-        "folder": tmp_path, "stopped": lambda self, reason: None})()
-    store = torch.distributed.HashStore()
-    main.stop(run, store, "SIGTERM", None)
-    with pytest.raises(RuntimeError), run.settling():
-        raise RuntimeError("another rank has left")
-    main.stop(run, store, "SIGTERM", None)
-    assert saved == [3]
+    # what it has half changed belongs to no step
+    assert [path.name for path in (tmp_path / "a" / "checkpoints").iterdir()] == ["step-000001"]

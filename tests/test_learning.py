@@ -2,21 +2,24 @@
 padded or shared."""
 
 import dataclasses
+import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import (
     ARCHITECTURES,
+    NO_BAR,
     gradient,
     make_config,
     make_model,
+    make_policy,
     make_trajectories,
     plain_logprobs,
     plain_loss,
     relative_error,
 )
-from torch.nn.parallel import DistributedDataParallel
 
 import main
 
@@ -50,20 +53,25 @@ def go_on(model):
             parameter.sub_(SGD_RATE * parameter.grad)
 
 
-def learn(model, trajectories, device, **overrides):
+def learning_config(**overrides):
+    return make_config(**{"training__max_new_gen_tokens": L, "training__max_grad_norm": None,
+                          "sampling__temperature": TEMPERATURE, "model__precision": "float32",
+                          **overrides})
+
+
+def learn(model, trajectories, **overrides):
     """The updates on one batch, as a run of these settings makes them; returns the last one's
-    metrics. Its gradient stays in `model`."""
-    config = make_config(**{"training__max_new_gen_tokens": L, "training__max_grad_norm": None,
-                            "sampling__temperature": TEMPERATURE, **overrides})
-    policy = DistributedDataParallel(main.Policy(model, TEMPERATURE, mixed=False),
-                                     gradient_as_bucket_view=True)
-    reference = main.make_reference(start_of(model), config) if config.training.kl_beta else None
-    before = {}
+    metrics. Its gradient stays in `model`. The trajectories stay as fresh as they come."""
+    config = learning_config(**overrides)
+    run = make_policy(model, config, gradient_as_bucket_view=True)
+    if config.training.kl_beta:
+        run.reference = main.make_reference(start_of(model), config)
+    answers = [dataclasses.replace(trajectory) for trajectory in trajectories]
+    assert all(answer.old_logprobs is answer.reference_logprobs is None for answer in answers)
     for update in range(config.training.updates_per_batch):
         if update > 0:
             go_on(model)
-        metrics = main.policy_gradient(policy, trajectories, config, device, lambda *_: None,
-                                       reference, before)
+        metrics = main.policy_gradient(run, answers, NO_BAR)
     return metrics
 
 
@@ -96,8 +104,7 @@ def test_loss_and_gradient_equal_the_plain_formula_for_any_micro_batch_size(
     trajectories = make_trajectories(QUESTIONS * GROUP)
     expected_loss, expected = reference(trajectories, ARCHITECTURE[dtype])
     model = make_model(ARCHITECTURE[dtype], dtype)
-    metrics = learn(model, trajectories, one_rank,
-                    training__tokens_per_micro_batch=tokens_per_micro_batch)
+    metrics = learn(model, trajectories, training__tokens_per_micro_batch=tokens_per_micro_batch)
     assert relative_error(gradient(model), expected) < BOUND[dtype]
     # the sum of what is near 1 and -1
     assert metrics["loss"] == pytest.approx(expected_loss, abs=BOUND[dtype])
@@ -108,10 +115,9 @@ def test_log_probabilities_and_gradient_equal_those_from_the_models_own_logits(
         one_rank, architecture, monkeypatch):
     trajectories = make_trajectories(QUESTIONS * GROUP)
     # ten tokens at a time, so the chunked path is the one tested
-    monkeypatch.setattr(main, "LOGITS_PER_CHUNK", 24 * 10)
+    monkeypatch.setattr("machinery.policy.LOGITS_PER_CHUNK", 24 * 10)
     model, bound = make_model(architecture, DTYPE[architecture]), BOUND[DTYPE[architecture]]
-    policy = main.Policy(model, TEMPERATURE, mixed=False)
-    logprobs, entropies = policy(**main.collate(trajectories, one_rank))
+    logprobs, entropies = main.Policy(model, learning_config())(trajectories)
     place = 0
     for trajectory in trajectories:
         prompt_ids = trajectory.prompt_ids
@@ -125,7 +131,7 @@ def test_log_probabilities_and_gradient_equal_those_from_the_models_own_logits(
                 torch.distributions.Categorical(distribution).entropy().item(), abs=bound)
             place += 1
     assert place == len(logprobs)
-    learn(model, trajectories, one_rank)
+    learn(model, trajectories)
     _, expected = reference(trajectories, architecture)
     assert relative_error(gradient(model), expected) < bound
 
@@ -136,7 +142,7 @@ def test_the_order_of_rows_and_gradient_checkpointing_do_not_change_the_gradient
     random.Random(1).shuffle(trajectories)
     model = make_model("gpt2", torch.float64)
     model.activation_checkpointing_enable()
-    learn(model.train(), trajectories, one_rank, training__tokens_per_micro_batch=60)
+    learn(model.train(), trajectories, training__tokens_per_micro_batch=60)
     assert relative_error(gradient(model), expected) < BOUND[torch.float64]
 
 
@@ -152,38 +158,44 @@ def test_a_rows_log_probabilities_do_not_depend_on_the_rows_beside_it(
     model = make_model(architecture, DTYPE[architecture]).train()
     if checkpointing:
         model.activation_checkpointing_enable()
-    policy = main.Policy(model, TEMPERATURE, mixed=False)
-    monkeypatch.setattr(main, "ROWS_PER_PASS", 5)
-    batch = main.collate(trajectories, torch.device("cpu"))
-    assert (len(batch["prompt_ids"]) == 8 and not batch["prompt_mask"].all()
-            and not batch["passes"][0][2].all())
-    alone = torch.cat([policy(**main.collate([trajectory], torch.device("cpu")))[0]
-                       for trajectory in trajectories])
-    assert torch.allclose(policy(**batch)[0], alone, rtol=0, atol=BOUND[DTYPE[architecture]])
+    policy = main.Policy(model, learning_config())
+    alone = torch.cat([policy([trajectory])[0] for trajectory in trajectories])
+    monkeypatch.setattr("machinery.policy.ROWS_PER_PASS", 5)
+    passes, states = [], policy.states
+
+    def watched_states(*arguments):
+        passes.append(arguments)
+        return states(*arguments)
+
+    monkeypatch.setattr(policy, "states", watched_states)
+    together, _ = policy(trajectories)
+    _, prompt_masks, completions, caches, rows = zip(*passes)
+    assert list(map(len, completions)) == [5, 5, 2] and len(torch.cat(rows).unique()) == 8
+    assert not prompt_masks[0].all() and len(set(map(len, completions[0]))) > 1
+    # of 8 prompts, for all passes
+    assert checkpointing == (caches[0] is None) and len(set(map(id, caches))) == 1
+    assert checkpointing or caches[0].layers[0].keys.shape[0] == 8
+    assert torch.allclose(together, alone, rtol=0, atol=BOUND[DTYPE[architecture]])
 
 
 def test_dropout_is_off_whatever_the_models_config_says(model_folder):
     folder = model_folder("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
-    model, _ = main.load_model(make_config(model__name=str(folder), model__precision="float32"),
-                               torch.device("cpu"))
-    ids = torch.arange(2, 12)[None]
+    model, _ = main.load_model(make_config(model__name=str(folder), model__precision="float32"))
+    ids = torch.arange(2, 12, device=model.device)[None]
     assert torch.equal(model.train()(ids).logits, model.train()(ids).logits)
 
 
 def test_skipping_rows_of_zero_advantage_does_not_change_the_gradient(one_rank):
     trajectories = make_trajectories(QUESTIONS * GROUP)
     model = make_model("gpt2", torch.float64)
-    learn(model, trajectories, one_rank)
+    learn(model, trajectories)
     skipped = gradient(model)
     everything = make_model("gpt2", torch.float64)
-    logprobs, _ = main.Policy(everything, TEMPERATURE, mixed=False)(
-        **main.collate(trajectories, one_rank))
-    advantages = torch.tensor([t.advantage for t in trajectories for _ in t.completion_ids],
-                              dtype=torch.float64)
-    lengths = torch.tensor([len(t.completion_ids) for t in trajectories for _ in t.completion_ids])
-    main.policy_loss(logprobs, None, None, advantages, lengths, QUESTIONS * GROUP, 1.0,
-                     make_config(training__max_new_gen_tokens=L).training)[0].backward()
-    assert (advantages == 0).any()
+    logprobs, _ = main.Policy(everything, learning_config())(trajectories)
+    loss, _ = main.policy_loss(logprobs, trajectories, QUESTIONS * GROUP, 1,
+                               learning_config().training)
+    loss.backward()
+    assert any(trajectory.advantage == 0 for trajectory in trajectories)
     assert relative_error(skipped, gradient(everything)) < BOUND[torch.float64]
 
 
@@ -193,17 +205,18 @@ def test_a_step_without_signal_changes_nothing(one_rank):
         trajectory.advantage = 0.0
     model = make_model()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    policy = DistributedDataParallel(main.Policy(model, 1.0, mixed=False))
-    metrics = main.policy_gradient(policy, trajectories, make_config(), one_rank, lambda *_: None)
-    assert metrics == {"loss": 0.0, "entropy": None, "grad_norm": None, "updated": 0,
-                       "non_finite": 0}
+    run = make_policy(model, make_config(model__precision="float32"))
+    metrics = main.policy_gradient(run, trajectories, NO_BAR)
+    assert math.isnan(metrics.pop("entropy")) and math.isnan(metrics.pop("grad_norm"))
+    assert metrics == {"loss": 0.0, "updated": 0, "non_finite": 0}
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_mixed_precision_keeps_float32_masters_and_samples_from_a_bfloat16_copy(one_rank):
     model = make_model()
-    sampler = main.make_sampler(model, make_config(model__precision="mixed"))
+    tokenizer = SimpleNamespace(eos_token_id=0, pad_token_id=0)
+    sampler = main.make_sampler(model, tokenizer, make_config(model__precision="mixed"))
     with torch.no_grad():
         model.model.norm.weight += 0.37
     main.refresh_sampler(sampler, model)
@@ -214,11 +227,9 @@ def test_mixed_precision_keeps_float32_masters_and_samples_from_a_bfloat16_copy(
     trajectories = make_trajectories(QUESTIONS * GROUP)
     _, expected = reference(trajectories, "qwen2")
     mixed = make_model()
-    config = make_config(training__num_samples_per_step=QUESTIONS,
-                         training__k_best_of_n=[GROUP, GROUP],
-                         training__max_new_gen_tokens=L, training__max_grad_norm=None)
-    policy = DistributedDataParallel(main.Policy(mixed, TEMPERATURE, mixed=True))
-    main.policy_gradient(policy, trajectories, config, one_rank, lambda *_: None)
+    config = learning_config(training__num_samples_per_step=QUESTIONS,
+                             training__k_best_of_n=[GROUP, GROUP], model__precision="mixed")
+    main.policy_gradient(make_policy(mixed, config), trajectories, NO_BAR)
     assert gradient(mixed).dtype == torch.float32
     # it did run in bfloat16, and is near
     assert 1e-4 < relative_error(gradient(mixed), expected) < 0.08
@@ -240,7 +251,7 @@ def group_of(rewards):
 
 def advantages_of(rewards, seed=0, **overrides):
     group = group_of(rewards)
-    main.compute_advantages(group, make_config(**overrides), random.Random(seed))
+    main.compute_advantages(group, make_config(**overrides).training, random.Random(seed))
     return [trajectory.advantage for trajectory in group]
 
 
@@ -275,30 +286,13 @@ def test_micro_batches_hold_every_row_once_within_the_budget():
     assert [len(batch) for batch in main.make_micro_batches(trajectories, 1)] == [1] * 50
 
 
-def test_the_advice_for_when_memory_runs_out_names_what_costs_least_first():
-    rows = [main.Trajectory({}, [0] * 10, [0] * length, "", False) for length in (90, 90, 20)]
-
-    def advice(**overrides):
-        return main.learning_advice(rows, make_config(training__max_new_gen_tokens=90, **overrides))
-    # half of all the tokens there are
-    assert advice() == "lower training.tokens_per_micro_batch from 8192 to 115"
-    assert (advice(training__tokens_per_micro_batch=210)
-            == "lower training.tokens_per_micro_batch from 210 to 105")
-    small = {"training__tokens_per_micro_batch": 115}  # less than two rows
-    assert (advice(**small, model__precision="mixed")
-            == "change model.gradient_checkpointing from false to true")
-    small["model__gradient_checkpointing"] = True
-    assert (advice(**small, model__precision="mixed")
-            == "change model.precision from mixed to bfloat16")
-    assert (advice(**small, model__precision="bfloat16")
-            == "lower training.max_new_gen_tokens from 90 to 45")
-
-
 def test_the_learning_rate_warms_up_then_stays_or_decays():
     def rates(steps, **overrides):
-        return [main.scheduled_learning_rate(
-            step, make_config(training__learning_rate=1.0, **overrides)) for step in steps]
+        training = make_config(training__learning_rate=1.0, **overrides).training
+        return [main.scheduled_learning_rate(step, training) for step in steps]
     assert rates([1, 2, 4, 5, 900], training__warmup_steps=4) == [0.25, 0.5, 1, 1, 1]
-    assert rates([1, 4, 5, 9, 12, 13], training__warmup_steps=4, training__decay_steps=8) == [
-        0.25, 1, 0.875, 0.375, 0, 0]
+    decaying = {"training__warmup_steps": 4, "training__decay_steps": 8}
+    assert rates([1, 4, 5, 6, 9, 12, 13, 900], **decaying) == [
+        0.25, 1, 1, 0.875, 0.5, 0.125, 0, 0]
+    assert all(rate > 0 for rate in rates(range(1, 4 + 8 + 1), **decaying))  # none is for nothing
     assert rates([1, 2], training__warmup_steps=0) == [1, 1]

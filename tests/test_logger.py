@@ -10,12 +10,13 @@ import urllib.request
 
 import pytest
 import transformers
-from conftest import DRAW_CURVES, make_config, run_script
+from conftest import DRAW_CURVES, make_config, run_script, start
 from processes import ROOT, ranks, run
 from test_run import SHORT
 
 import logger
-import main
+from machinery.checkpoints import RunFolder
+from machinery.settings import flatten
 
 
 def test_mlflow_gets_settings_metrics_by_step_completions_and_files(tmp_path, monkeypatch):
@@ -26,13 +27,13 @@ def test_mlflow_gets_settings_metrics_by_step_completions_and_files(tmp_path, mo
     monkeypatch.chdir(tmp_path)  # artifacts go below the working directory
     where = [f"model.name={ROOT / 'tiny' / 'model'}",
              f"data.dataset={ROOT / 'tiny' / 'countdown.parquet'}", f"run.dir={tmp_path}"]
-    assert main.main([*SHORT, *where, "training.max_steps=2", "run.name=a",
-                      "logging.mlflow=true"]) == 0
+    assert start([*SHORT, *where, "training.max_steps=2", "run.name=a",
+                  "logging.mlflow=true"]) == 0
     client = mlflow.MlflowClient(store)
     run, = client.search_runs([client.get_experiment_by_name("onefile-grpo").experiment_id])
     assert run.info.status == "FINISHED" and run.info.run_name == "a"
     assert (run.data.params["training.seed"] == "0"
-            and len(run.data.params) == len(main.flatten(make_config())))
+            and len(run.data.params) == len(flatten(make_config())))
     entries = [json.loads(line)
                for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
     for metric in ("reward", "eval/solved"):
@@ -53,8 +54,8 @@ def test_without_an_address_mlflow_writes_to_a_local_file_and_the_run_says_how_t
         tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.chdir(tmp_path)
-    assert main.main([*SHORT, f"run.dir={tmp_path}", "training.max_steps=0", "run.name=a",
-                      "logging.mlflow=true"]) == 0
+    assert start([*SHORT, f"run.dir={tmp_path}", "training.max_steps=0", "run.name=a",
+                  "logging.mlflow=true"]) == 0
     assert (tmp_path / "mlflow.db").exists()
     how = f"mlflow ui --backend-store-uri sqlite:///{tmp_path / 'mlflow.db'}"
     assert f"MLflow: http://127.0.0.1:5000 after `{how}` shows this run" in capsys.readouterr().out
@@ -95,9 +96,9 @@ def test_a_real_server_gets_everything_and_a_resumed_run_goes_on_in_the_same_mlf
     arguments = [*SHORT, f"run.dir={tmp_path / 'runs'}", "run.name=a", "logging.mlflow=true",
                  "logging.mlflow_model=true"]
     for max_steps in (2, 4):
-        assert main.main([*arguments, f"training.max_steps={max_steps}"]) == 0
-    assert main.main([*arguments, "training.max_steps=4", "run.name=b",
-                      f"run.resume={tmp_path / 'runs' / 'a'}"]) == 0
+        assert start([*arguments, f"training.max_steps={max_steps}"]) == 0
+    assert start([*arguments, "training.max_steps=4", "run.name=b",
+                  f"run.resume={tmp_path / 'runs' / 'a'}"]) == 0
     said = capsys.readouterr().out
     assert "warning" not in said and said.count(f"MLflow: {mlflow_server} shows this run") == 3
     client = mlflow.MlflowClient(mlflow_server)
@@ -127,7 +128,7 @@ def test_a_real_server_gets_everything_and_a_resumed_run_goes_on_in_the_same_mlf
 def test_an_mlflow_server_that_is_not_there_costs_one_warning_and_no_training(
         tmp_path, monkeypatch, capsys, nobody_listens):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://{nobody_listens}")
-    assert main.main([*SHORT, f"run.dir={tmp_path}", "run.name=a", "logging.mlflow=true"]) == 0
+    assert start([*SHORT, f"run.dir={tmp_path}", "run.name=a", "logging.mlflow=true"]) == 0
     assert capsys.readouterr().out.count("warning: MLflow failed") == 1
     assert len((tmp_path / "a" / "metrics.jsonl").read_text().splitlines()) == 5
 
@@ -147,7 +148,7 @@ def test_an_mlflow_server_that_goes_away_in_the_middle_costs_one_warning_and_no_
         log_metrics(*arguments, **named)
 
     monkeypatch.setattr(mlflow, "log_metrics", gone_after_the_second)
-    assert main.main([*SHORT, f"run.dir={tmp_path}", "run.name=a", "logging.mlflow=true"]) == 0
+    assert start([*SHORT, f"run.dir={tmp_path}", "run.name=a", "logging.mlflow=true"]) == 0
     said = capsys.readouterr().out
     assert said.count("warning: MLflow") == 1 and "secret" not in said and len(calls) == 3
     assert len((tmp_path / "a" / "metrics.jsonl").read_text().splitlines()) == 5
@@ -160,14 +161,32 @@ def test_an_mlflow_server_that_never_answers_does_not_slow_training_down(
         # whoever waited for it would wait beyond this test's time
         monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "10000")
         monkeypatch.setitem(logger.SECONDS_TO_END_MLFLOW, "FINISHED", 2)
-        assert main.main([*SHORT, f"run.dir={tmp_path}", "run.name=a", "logging.mlflow=true",
-                          "training.max_steps=1"]) == 0
+        assert start([*SHORT, f"run.dir={tmp_path}", "run.name=a", "logging.mlflow=true",
+                      "training.max_steps=1"]) == 0
     said = capsys.readouterr().out
     assert said.count("warning: MLflow is slow to answer") == 1 and "step     1 " in said
 
 
-def make_logger(tmp_path, is_terminal, active=True):
-    log = logger.Logger(make_config(run__dir=str(tmp_path), run__name="a"), active)
+@pytest.mark.parametrize("error", [ModuleNotFoundError, ValueError, KeyError])
+def test_whatever_mlflow_fails_with_costs_one_warning_and_no_training(
+        error, tmp_path, monkeypatch, capsys):
+    """Also where it cannot be imported."""
+    import mlflow
+
+    def fail(*_, **__):
+        raise error("of any kind")
+
+    monkeypatch.setattr(mlflow, "start_run", fail)
+    if error is ModuleNotFoundError:
+        monkeypatch.setitem(sys.modules, "mlflow", None)
+    assert start([*SHORT, f"run.dir={tmp_path}", "run.name=a", "logging.mlflow=true",
+                  "training.max_steps=1"]) == 0
+    assert capsys.readouterr().out.count(f"warning: MLflow failed ({error.__name__}: ") == 1
+
+
+def make_logger(tmp_path, is_terminal):
+    config = make_config(run__dir=str(tmp_path), run__name="a")
+    log = logger.Logger(config, RunFolder(config))
     log.is_terminal = is_terminal
     return log
 
@@ -177,21 +196,25 @@ def test_progress_is_a_bar_on_a_terminal_and_rare_plain_lines_elsewhere(
     clock = iter(range(0, 10_000, 10))  # ten seconds between any two looks at it
     monkeypatch.setattr(logger.time, "time", lambda: next(clock))
 
-    def show(**how):
-        with make_logger(tmp_path, **how).progress("sampling") as progress:
-            for done in (20, 40, 60, 80, 100):
-                progress(done, 100)
+    def show(is_terminal):
+        log = make_logger(tmp_path, is_terminal)
+        with log.phase("sample", 100) as bar:
+            for _ in range(5):
+                bar.update(20)
+        assert log.seconds["sample"] > 0
         return capsys.readouterr().out
 
     bar = show(is_terminal=True)
-    assert "[########            ] sampling 40/100, 2.0/s, 30 s left" in bar and "\n" not in bar
+    assert "[########            ] sample 40/100, 2.0/s, 30 s left" in bar and "\n" not in bar
     # it wipes itself out
     assert bar.rpartition("\r")[2] == "" and bar.split("\r")[-2].strip() == ""
-    assert show(is_terminal=False) == "sampling 60/100, 2.0/s, 20 s left\n"
-    assert show(is_terminal=True, active=False) == ""
+    assert show(is_terminal=False) == "sample 60/100, 2.0/s, 20 s left\n"
+    with monkeypatch.context() as patch:
+        patch.setattr(logger, "RANK", 1)
+        assert show(is_terminal=True) == ""
     with (pytest.raises(RuntimeError),
-          make_logger(tmp_path, is_terminal=True).progress("sampling") as progress):
-        progress(40, 100)
+          make_logger(tmp_path, is_terminal=True).phase("sample", 100) as bar):
+        bar.update(40)
         raise RuntimeError("what is said of it must not stand behind the bar")
     assert capsys.readouterr().out.split("\r")[-2:] == [" " * 84, ""]
 
@@ -205,8 +228,10 @@ def test_long_completions_are_shortened_in_the_middle():
 
 def test_the_end_of_a_run_says_what_rose_where_the_best_model_is_and_how_to_try_it(
         tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    assert main.main([*SHORT, f"run.dir={tmp_path}", "run.name=a", "validation.every=1"]) == 0
+    elsewhere = tmp_path / "else where"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)  # a run may be started from anywhere
+    assert start([*SHORT, "run.dir=my runs", "run.name=a", "validation.every=1"]) == 0
     said = capsys.readouterr().out.splitlines()
     summary = json.loads(said[-1])
     first, last, best = summary["first"], summary["last"], summary["best"]
@@ -215,16 +240,16 @@ def test_the_end_of_a_run_says_what_rose_where_the_best_model_is_and_how_to_try_
     assert (f"reward {first['eval/reward']:.3f} -> {last['eval/reward']:.3f}, in 3 steps and "
             in said[-3])
     place, _, command = said[-2].partition("; try it: ")
-    assert place == f"the best model, of step {best['step']}, is in {tmp_path / 'a' / 'best'}"
-    tried = run("sh", "-c", command)
+    assert place == f"the best model, of step {best['step']}, is in my runs/a/best"
+    tried = run("sh", "-c", command, cwd=elsewhere)
     assert tried.returncode == 0, tried.stderr
-    assert tried.stdout.startswith(str(tmp_path / "a" / "best")) and " of 4 right" in tried.stdout
+    assert tried.stdout.startswith("my runs/a/best") and " of 4 right" in tried.stdout
 
 
 def test_the_best_model_has_a_card_whose_lines_work(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert main.main([*SHORT, f"run.dir={tmp_path}", "run.name=a", "training.max_steps=1",
-                      "sampling.top_p=0.9"]) == 0
+    assert start([*SHORT, f"run.dir={tmp_path}", "run.name=a", "training.max_steps=1",
+                  "sampling.top_p=0.9"]) == 0
     card = (tmp_path / "a" / "best" / "README.md").read_text()
     entries = [json.loads(line)
                for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
@@ -243,7 +268,7 @@ def test_curves_are_drawn_again_while_the_run_goes_on(tmp_path, monkeypatch):
     times = []
     monkeypatch.setattr(logger.Logger, "_draw_curves",
                         lambda self: (times.append(len(self.history)), DRAW_CURVES(self)))
-    assert main.main([*SHORT, f"run.dir={tmp_path}", "run.name=a"]) == 0
+    assert start([*SHORT, f"run.dir={tmp_path}", "run.name=a"]) == 0
     assert times == [1, 2, 3, 4, 5]  # the first evaluation, three steps, the last evaluation
     assert (tmp_path / "a" / "curves.png").read_bytes().startswith(b"\x89PNG")
 

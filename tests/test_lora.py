@@ -1,25 +1,29 @@
 """Adapters: what learns, what stays, what is sampled from, and what is left in best/."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 from conftest import (
+    NO_BAR,
     clear_choices,
     make_config,
+    make_policy,
     make_trajectories,
     plain_logprobs,
     plain_loss,
     read_jsonl,
     relative_error,
+    start,
 )
 from processes import ROOT, ranks
 from test_learning import BOUND, GROUP, QUESTIONS, TEMPERATURE, L
 from test_resume import SMALL, digest, run_without_curves
 from test_run import TIMES
-from torch.nn.parallel import DistributedDataParallel
 
+import machinery.model
 import main
 
 sys.path.append(str(ROOT / "examples"))
@@ -35,12 +39,12 @@ def with_adapters(size=0.1, **more):
     """A model whose adapters have learned something already: fresh ones add nothing. `size`: of
     what they have learned."""
     config = make_config(model__lora_rank=4, model__precision="float32", **more)
-    model, tokenizer = main.load_model(config, torch.device("cpu"))
+    model, tokenizer = main.load_model(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(0, size)
-    return model.eval(), tokenizer, config
+    return model.cpu().eval(), tokenizer, config
 
 
 @pytest.mark.mathematics
@@ -63,9 +67,9 @@ def test_only_the_adapters_learn_and_the_kl_term_measures_from_the_model_without
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     expected = torch.cat([parameter.grad.flatten() for parameter in learning])
     model.zero_grad()
-    policy = DistributedDataParallel(main.Policy(model, TEMPERATURE, mixed=False))
-    metrics = main.policy_gradient(policy, trajectories, config, one_rank, lambda *_: None,
-                                   main.make_reference(model, config))
+    run = make_policy(model, config)
+    run.reference = main.make_reference(model, config)
+    metrics = main.policy_gradient(run, trajectories, NO_BAR)
     assert 1e-3 < metrics["kl"] < 0.3  # as in training
     assert relative_error(torch.cat([parameter.grad.flatten() for parameter in learning]),
                           expected) < BOUND[torch.float64]
@@ -93,23 +97,25 @@ def test_without_peft_the_one_line_says_what_to_install(monkeypatch):
 def test_both_engines_sample_through_the_adapters():
     """At top_k 1 there is one answer: that of the model with the adapters added in, and not that of
     the model without them."""
-    model, tokenizer, config = with_adapters(sampling__top_k=1, training__max_new_gen_tokens=24)
-    task = main.load_task(config.task)
+    greedy = {"sampling__top_k": 1, "training__max_new_gen_tokens": 24}
+    model, tokenizer, config = with_adapters(**greedy)
+    task = main.load_task(config)
     rows = task.load(str(ROOT / "tiny" / "countdown.parquet"), 4)
 
     def answers(model, engine):
-        config.sampling.engine = engine
-        trajectories = main.sample_trajectories(model, tokenizer, task, rows, 2, config,
-                                                lambda *_: None)
-        return [trajectory.completion_ids for trajectory in trajectories]
+        sampling = config.sampling.model_copy(update={"engine": engine})
+        own = config.model_copy(update={"sampling": sampling})
+        run = SimpleNamespace(config=own, task=task, tokenizer=tokenizer,
+                              sampler=main.make_sampler(model, tokenizer, own))
+        return [trajectory.completion_ids for trajectory in main.sample(run, rows, 2, NO_BAR)]
 
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    merged = main.merged(model)
-    expected = answers(merged, "generate")
+    whole = machinery.model.merged(model)
+    expected = answers(whole, "generate")
     for row, completion in zip([row for row in rows for _ in range(2)], expected, strict=True):
         prompt = tokenizer(row["prompt"])["input_ids"]
         assert clear_choices(
-            merged(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1:-1]) == completion
+            whole(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1:-1]) == completion
     # merging left it as it was
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
     assert answers(model, "generate") == expected and answers(model, "continuous") == expected
@@ -122,9 +128,9 @@ def test_best_is_an_adapter_that_loads_from_anywhere_or_a_whole_model_on_request
     ids = torch.arange(2, 30)[None]
     logits = []
     for merged in ("false", "true"):
-        assert main.main([*SMALL, *LORA, "training.max_steps=2", "validation.every=1",
-                          f"model.lora_merged={merged}", "training.learning_rate=0.02",
-                          f"run.dir={tmp_path / merged}"]) == 0
+        assert start([*SMALL, *LORA, "training.max_steps=2", "validation.every=1",
+                      f"model.lora_merged={merged}", "training.learning_rate=0.02",
+                      f"run.dir={tmp_path / merged}"]) == 0
         monkeypatch.chdir("/")
         best = tmp_path / merged / "a" / "best"
         model = transformers.AutoModelForCausalLM.from_pretrained(best).eval()
@@ -160,8 +166,8 @@ def test_with_the_whole_family_switched_on_a_resumed_run_ends_as_an_uninterrupte
 
 
 def test_the_frozen_copy_for_mixed_precision_is_refreshed_where_the_model_learns(one_rank):
-    model, _, _ = with_adapters()
-    sampler = main.make_sampler(model, make_config(model__precision="mixed"))
+    model, tokenizer, _ = with_adapters()
+    sampler = main.make_sampler(model, tokenizer, make_config(model__precision="mixed"))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.37 * parameter.requires_grad
@@ -176,22 +182,19 @@ def test_gradient_checkpointing_changes_nothing_about_adapters(one_rank):
     for checkpointing in (False, True):
         torch.manual_seed(1)
         model, _, config = with_adapters(model__gradient_checkpointing=checkpointing,
-                                         training__max_grad_norm=None)
-        policy = DistributedDataParallel(
-            main.Policy(model.double().train(), TEMPERATURE, mixed=False))
-        main.policy_gradient(policy, make_trajectories(QUESTIONS * GROUP), config, one_rank,
-                             lambda *_: None)
+                                         training__max_grad_norm=None,
+                                         sampling__temperature=TEMPERATURE)
+        main.policy_gradient(make_policy(model.double().train(), config),
+                             make_trajectories(QUESTIONS * GROUP), NO_BAR)
         gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()
                                     if parameter.requires_grad]))
     assert relative_error(gradients[1], gradients[0]) < BOUND[torch.float64]
 
 
-
-
 def test_in_mixed_precision_what_does_not_learn_lies_in_bfloat16_and_is_shared_with_the_sampler():
-    model, _ = main.load_model(make_config(model__lora_rank=4, model__precision="mixed"),
-                               torch.device("cpu"))
-    sampler = main.make_sampler(model, make_config(model__precision="mixed"))
+    config = make_config(model__lora_rank=4, model__precision="mixed")
+    model, tokenizer = main.load_model(config)
+    sampler = main.make_sampler(model, tokenizer, config)
     for parameter, copied in zip(model.parameters(), sampler.parameters(), strict=True):
         assert (parameter.dtype == (torch.float32 if parameter.requires_grad else torch.bfloat16)
                 and copied.dtype == torch.bfloat16)
@@ -203,16 +206,15 @@ def test_in_mixed_precision_what_does_not_learn_lies_in_bfloat16_and_is_shared_w
 @pytest.mark.parametrize("precision", ["mixed", "float32", "bfloat16"])
 def test_the_kl_is_exactly_zero_as_long_as_nothing_was_learned(more, precision):
     config = make_config(model__precision=precision, training__kl_beta=0.1, **more)
-    model, _ = main.load_model(config, torch.device("cpu"))
-    batch = main.collate(make_trajectories(12), torch.device("cpu"))
-    logprobs, _ = main.Policy(
-        model.train(), config.sampling.temperature, precision == "mixed")(**batch)
-    assert torch.equal(main.make_reference(model, config)(**batch), logprobs)
+    model, _ = main.load_model(config)
+    trajectories = make_trajectories(12)
+    logprobs, _ = main.Policy(model.train(), config)(trajectories)
+    assert torch.equal(main.make_reference(model, config)(trajectories), logprobs)
 
 
 def test_asking_best_of_a_run_with_adapters(tmp_path, capsys):
-    assert main.main([*SMALL, *LORA, "training.max_steps=1", "training.learning_rate=0.02",
-                      f"run.dir={tmp_path}"]) == 0
+    assert start([*SMALL, *LORA, "training.max_steps=1", "training.learning_rate=0.02",
+                  f"run.dir={tmp_path}"]) == 0
     capsys.readouterr()
     assert ask.ask(["--model", str(tmp_path / "a" / "best"), "3", "7", "25", "=", "88"]) == 0
     assert capsys.readouterr().out.count("--- answer") == 4

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import random
 import re
 import shutil
@@ -9,13 +10,13 @@ import signal
 import time
 
 import pytest
-from conftest import draw_nothing, read_jsonl, run_main
+from conftest import draw_nothing, read_jsonl, run_main, start
 from interrupted_worker import run_and_be_struck
 from processes import ranks, torchrun
 from test_run import TIMES
 
 import logger
-import main
+from machinery.launch import stop_signals
 
 SMALL = ["training.max_new_gen_tokens=48", "training.num_samples_per_step=2",
          "training.k_best_of_n=[4,4]", "data.num_validation=6", "data.max_rows=200",
@@ -32,7 +33,7 @@ def outcome(folder):
     state = json.loads((checkpoint / "state.json").read_text())
     return {"metrics": metrics, "samples": read_jsonl(folder / "samples.jsonl"),
             "step": checkpoint.name,
-            "state": [state[key] for key in ("step", "evaluated", "best", "bad_steps")],
+            "state": [state[key] for key in ("step", "best")],
             "tensors": digest(checkpoint / "tensors.safetensors"),
             "best": digest(folder / "best" / "model.safetensors"),
             "best of": version(folder / "best"),
@@ -79,7 +80,7 @@ def struck(folder):
 
 # ---------------------------------------------------------------- SIGKILL
 
-SAVING = [f"saving: {point}" for point in ("tensors", "checksums", "synced", "renamed", "removal",
+SAVING = [f"saving: {point}" for point in ("tensors", "written", "renamed", "synced", "removal",
                                            "removed", "best", "linked")]
 
 
@@ -123,12 +124,12 @@ def test_a_run_that_is_killed_and_then_stopped_equals_the_uninterrupted_one(tmp_
                          folder, *steps)
     assert result.codes == [-signal.SIGKILL] * 2, result.stderr
     result = interrupted(2, {"rank": 1, "point": "sampling", "passing": 2, "how": "stop"}, folder,
-                         *steps)  # rank 0 in a collective
+                         *steps)
     assert ("step-000002\n" in result.stdout
             and result.codes == [128 + signal.SIGTERM] * 2), result.stderr
-    assert_stopped(result, folder, saved=3)
+    assert_stopped(result, folder, saved=4)
     result = interrupted(2, {}, folder, *steps)
-    assert "step-000003\n" in result.stdout and result.returncode == 0, result.stderr
+    assert "step-000004\n" in result.stdout and result.returncode == 0, result.stderr
     # a stop signal leaves a checkpoint of its own
     assert without_files(outcome(folder / "a")) == without_files(expected)
 
@@ -144,100 +145,129 @@ def test_a_run_that_torchrun_starts_again_and_that_is_then_stopped_equals_the_un
     folder.mkdir()
     strikes = [{"rank": 1, "point": "sampling", "passing": 3, "how": "kill"},
                {"rank": 0, "point": "learning", "passing": 1, "how": "kill"},
-               # rank 0 waits in a collective
+             
                {"rank": 1, "point": "sampling", "passing": 2, "how": "stop"}]
     result = torchrun(2, "tests/interrupted_worker.py", json.dumps(strikes), folder, *SMALL, *steps,
                       f"run.dir={folder}", torchrun_options=["--max-restarts=2"])
     assert len(struck(folder)) == 3 and "step-000002\n" in result.stdout, result.stderr
-    assert_stopped(result, folder, saved=3)
+    assert_stopped(result, folder, saved=4)
     result = interrupted(2, {}, folder, *steps)
-    assert result.returncode == 0 and "step-000003\n" in result.stdout, result.stderr
+    assert result.returncode == 0 and "step-000004\n" in result.stdout, result.stderr
     assert without_files(outcome(folder / "a")) == without_files(expected)
 
 
 # ---------------------------------------------------------------- SIGTERM
 
-def assert_stopped(result, folder, saved):
+def assert_stopped(result, folder, saved, name="SIGTERM"):
     when, _ = struck(folder)[-1]
     assert time.time() - float(when) < 20  # torchrun would kill after 30
-    said = (f"stopped by SIGTERM; saved up to {folder}/a/checkpoints/step-{saved:06d}; "
+    said = (f"stopped by {name}; saved up to {folder}/a/checkpoints/step-{saved:06d}; "
             "the same command goes on from there")
     assert said in result.stdout, (result.stdout, result.stderr)
     assert "/main.py\", line" not in result.stderr  # no traceback of ours
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("learning", [[], SIL], ids=["grpo", "sil"])
-def test_sigterm_in_any_phase_saves_the_last_step_in_time_and_the_next_start_goes_on(
-        learning, tmp_path):
-    # nothing but the signal saves
-    steps = [*learning, "validation.every=2", "training.max_steps=8", "checkpoint.every=100"]
-    expected = uninterrupted(2, tmp_path / "whole", *steps)
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_stop_signal_waits_for_the_end_of_the_step_and_saves_it(num_ranks, tmp_path):
+    """Two ranks: see above."""
+    steps = ["validation.every=2", "training.max_steps=3", "checkpoint.every=100"]
+    expected = uninterrupted(num_ranks, tmp_path / "whole", *steps)
     folder = tmp_path / "stopped"
-    for strike, saved in [
-            ({"rank": 0, "point": "sampling", "passing": 2, "how": "stop"}, 1),
-            # rank 0 waits in a collective
-            ({"rank": 1, "point": "sampling", "passing": 2, "how": "stop"}, 2),
-            ({"rank": 0, "point": "learning", "passing": 2, "how": "stop"}, 3),
-            ({"rank": 1, "point": "evaluating", "passing": 1, "how": "stop"}, 4),
-            ({"rank": 0, "point": "updated", "passing": 2, "how": "stop and go on"}, 6),
-            ({"rank": 0, "point": "saving: tensors", "passing": 1, "how": "stop and go on"}, 8)]:
-        result = interrupted(2, strike, folder, *steps)
-        # A rank that has left the loop, where its last step has been saved, ends as any process
-        # does.
-        assert set(result.codes) <= {128 + signal.SIGTERM, -signal.SIGTERM}, (strike, result.stderr)
-        assert_stopped(result, folder, saved)
-    result = interrupted(2, {}, folder, *steps)
+    strike = {"rank": num_ranks - 1, "point": "sampling", "passing": 2, "how": "stop"}
+    result = interrupted(num_ranks, strike, folder, *steps)
+    assert result.codes == [128 + signal.SIGTERM] * num_ranks, result.stderr
+    assert_stopped(result, folder, saved=2)
+    result = interrupted(num_ranks, {}, folder, *steps)
     assert result.returncode == 0, result.stderr
     assert without_files(outcome(folder / "a")) == without_files(expected)
-    assert ("this run has finished before" in result.stdout
-            and json.loads(result.stdout.splitlines()[-1])["steps"] == 8)
 
 
 @pytest.mark.soak
-def test_a_step_that_cannot_be_saved_in_time_leaves_the_last_periodic_checkpoint_and_says_so(
-        tmp_path):
-    steps = ["training.max_steps=9", "checkpoint.every=2"]
-    result = interrupted(2, {"rank": 0, "point": "saving: tensors", "passing": 2, "how": "stop"},
-                         tmp_path, *steps)
+@pytest.mark.parametrize("learning", [[], SIL], ids=["grpo", "sil"])
+def test_sigterm_in_any_phase_saves_that_step_and_the_next_start_goes_on(learning, tmp_path):
+    # Nothing but the signal saves, and the last step.
+    steps = [*learning, "validation.every=2", "training.max_steps=12", "checkpoint.every=100"]
+    expected = uninterrupted(2, tmp_path / "whole", *steps)
+    folder = tmp_path / "stopped"
+    for rank, point, passing, saved in [
+            (0, "sampling", 2, 2), (1, "sampling", 2, 4), (0, "learning", 2, 6),
+            (1, "evaluating", 1, 8), (0, "updated", 2, 10), (0, "logging", 1, 11)]:
+        strike = {"rank": rank, "point": point, "passing": passing, "how": "stop"}
+        result = interrupted(2, strike, folder, *steps)
+        assert result.codes == [128 + signal.SIGTERM] * 2, (strike, result.stderr)
+        assert_stopped(result, folder, saved)
+    # Where the last step is being saved the run is over, and ends as it would have.
+    strike = {"rank": 0, "point": "saving: tensors", "passing": 1, "how": "stop"}
+    result = interrupted(2, strike, folder, *steps)
+    assert set(result.codes) <= {0, -signal.SIGTERM}, result.stderr
+    assert without_files(outcome(folder / "a")) == without_files(expected)
+    result = interrupted(2, {}, folder, *steps)
+    assert "this run has finished before" in result.stdout
+    assert json.loads(result.stdout.splitlines()[-1])["steps"] == 12
+
+
+@pytest.mark.parametrize("point", ["evaluating", "finishing"])
+def test_before_the_first_step_and_after_the_last_a_signal_ends_the_run_at_once(point, tmp_path):
+    strike = {"rank": 0, "point": point, "how": "stop"}
+    result = interrupted(2, strike, tmp_path, "training.max_steps=1")
     (when, _), = struck(tmp_path)
-    assert main.GRACE <= time.time() - float(when) < 30
-    assert (f"stopped by SIGTERM, and {main.GRACE} s were not enough to save step 4; "
-            f"saved up to {tmp_path}/a/checkpoints/step-000002"
-            in result.stdout), (result.stdout, result.stderr)
-    result = interrupted(2, {}, tmp_path, *steps)
-    assert result.returncode == 0 and "step-000002\n" in result.stdout, result.stderr
-    assert not list((tmp_path / "a").rglob("*.unfinished"))
+    assert set(result.codes) == {-signal.SIGTERM} and time.time() - float(when) < 5, result.stderr
+    assert len(list((tmp_path / "a").glob("checkpoints/step-*"))) == (point == "finishing")
+
+
+@pytest.mark.parametrize(("how", "code", "saved"), [("Ctrl-C", 130, True),
+                                                    ("Ctrl-C twice", -signal.SIGINT, False)])
+def test_ctrl_c_saves_the_step_and_a_second_one_ends_the_run_at_once(how, code, saved, tmp_path):
+    strike = {"rank": 0, "point": "sampling", "passing": 2, "how": how}
+    result = interrupted(1, strike, tmp_path, "training.max_steps=9", "checkpoint.every=100")
+    assert result.codes == [code] and "Traceback" not in result.stderr, result.stderr
+    if saved:
+        assert_stopped(result, tmp_path, saved=2, name="SIGINT")
+    assert list((tmp_path / "a").glob("checkpoints/step-*")) == [
+        tmp_path / "a" / "checkpoints" / "step-000002"] * saved
+
+
+def stop_a_forked_child():
+    with stop_signals():
+        child = os.fork()
+        if child == 0:
+            time.sleep(100)
+        os.kill(child, signal.SIGTERM)
+        _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGTERM
+
+
+def test_the_signal_for_a_process_that_a_reward_has_forked_ends_it_alone():
+    result = ranks(1, stop_a_forked_child)
+    assert result.returncode == 0, result.stderr
 
 
 # ---------------------------------------------------------------- damage
 
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_goes_on_to_the_same_end(
         tmp_path, capsys):
-    assert main.main([*SMALL, *EVERY_STEP, "training.max_steps=3",
-                      f"run.dir={tmp_path / 'whole'}"]) == 0
+    assert start([*SMALL, *EVERY_STEP, "training.max_steps=3",
+                  f"run.dir={tmp_path / 'whole'}"]) == 0
     expected = outcome(tmp_path / "whole" / "a")
     names = sorted(path.name
                    for path in (tmp_path / "whole" / "a" / "checkpoints" / "step-000003").iterdir())
-    assert names == ["SHA256SUMS", "state.json", "tensors.safetensors"]
+    assert names == ["state.json", "tensors.safetensors"]
 
     def truncate(path):
         path.write_bytes(path.read_bytes()[:-1])
 
-    def flip(path):
-        content = bytearray(path.read_bytes())
-        content[random.Random(path.name).randrange(len(content))] ^= 1
-        path.write_bytes(content)
+    def garble(path):
+        path.write_bytes(random.Random(path.name).randbytes(path.stat().st_size))
 
     for name in names:
-        for damage in (truncate, flip, lambda path: path.write_bytes(b""),
+        for damage in (truncate, garble, lambda path: path.write_bytes(b""),
                        lambda path: path.unlink()):
             shutil.rmtree(tmp_path / "damaged", ignore_errors=True)
             shutil.copytree(tmp_path / "whole" / "a", tmp_path / "damaged" / "a", symlinks=True)
             damage(tmp_path / "damaged" / "a" / "checkpoints" / "step-000003" / name)
             capsys.readouterr()
-            assert main.main([*SMALL, *EVERY_STEP, "training.max_steps=3",
-                              f"run.dir={tmp_path / 'damaged'}"]) == 0
+            assert start([*SMALL, *EVERY_STEP, "training.max_steps=3",
+                          f"run.dir={tmp_path / 'damaged'}"]) == 0
             said = capsys.readouterr()
             assert ("step-000003 is damaged and is set aside" in said.err
                     and "step-000002\n" in said.out)

@@ -1,21 +1,24 @@
 """Whole runs of main.py: what they leave behind, what they say, and what must not change from one
 to another."""
 
+import contextlib
 import json
+import math
 import random
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 import yaml
-from conftest import ARCHITECTURES, make_config, read_jsonl, run_main
+from conftest import ARCHITECTURES, NO_BAR, make_config, read_jsonl, run_main, start
 from processes import ROOT, ranks, torchrun
 from processes import run as run_command
 
 import main
+from machinery.launch import leave
+from machinery.ranks import join
 
 SHORT = ["training.max_steps=3", "training.max_new_gen_tokens=24",
          "training.num_samples_per_step=2", "training.k_best_of_n=[4,4]",
@@ -57,7 +60,7 @@ def test_a_run_of_two_ranks_leaves_everything_it_promises(tmp_path):
     assert len(samples) == 3 * 6 * 2
     assert ([(s["step"], s["question"]) for s in samples]
             == [(step, q) for step in (0, 2, 3) for q in range(6) for _ in range(2)])
-    countdown = main.load_task(make_config().task)
+    countdown = main.load_task(make_config())
     for sample in samples:
         numbers = sample["prompt"].split("numbers ")[1].split(" into")[0]
         target = int(sample["prompt"].split("equals ")[1].split(".")[0])
@@ -102,8 +105,8 @@ def test_sil_on_three_ranks_and_evaluation_alone(tmp_path):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_architecture_trains_a_step(architecture, model_folder, tmp_path, capsys):
     folder = model_folder(architecture)
-    assert main.main([*SHORT, "training.max_steps=1", f"model.name={folder}", f"run.dir={tmp_path}",
-                      "run.name=a"]) == 0
+    assert start([*SHORT, "training.max_steps=1", f"model.name={folder}", f"run.dir={tmp_path}",
+                  "run.name=a"]) == 0
     entry = training_steps(tmp_path / "a")[0]
     assert entry["completion_length"] > 1
     before = transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -116,7 +119,10 @@ def test_a_users_mistake_is_one_line_and_exit_code_two_on_every_rank(tmp_path):
     assert result.returncode == 1  # torchrun's own
     assert ("error: training.learning_rat=1: there is no such key; "
             "the nearest is training.learning_rate\n" in result.stderr)
-    assert result.stderr.count("error: training") == 1
+    # Rank 0 says it, and torchrun's report says it again for each rank, last of all.
+    assert sum(line.startswith("error: ") for line in result.stderr.splitlines()) == 1
+    assert result.stderr.count("traceback : error: training.learning_rat=1: there is") == 2
+    assert "error: training.learning_rat=1" in "".join(result.stderr.splitlines()[-2:])
     assert (result.stderr.count("exitcode  : 2") == 2
             and "exitcode  : 1" not in result.stderr.replace("exitcode  : 2", ""))
     assert "Traceback (most recent call last):\n  File \"" + str(ROOT) not in result.stderr
@@ -133,21 +139,20 @@ def test_the_split_is_by_content_and_the_order_by_seed_alone(tmp_path, monkeypat
     with open(tmp_path / "data.jsonl", "a") as file:
         file.writelines(json.dumps({"nums": nums[::-1], "target": target}) + "\n"
                         for nums, target in problems)
-    config = make_config(data__dataset=str(tmp_path / "data.jsonl"), data__num_validation=10,
-                         training__num_samples_per_step=4)
-    task = main.load_task(make_config().task)
+    settings = {"data__dataset": str(tmp_path / "data.jsonl"), "data__num_validation": 10}
+    task = main.load_task(make_config())
 
     def content(rows):
         return [(tuple(sorted(row["nums"])), row["target"]) for row in rows]
 
-    training, validation = main.load_questions(task, None, config, None)
+    training, validation = main.load_questions(task, None, make_config(**settings), None)
     assert len(validation) == len(set(content(validation))) == 10
     assert not set(content(training)) & set(content(validation))
     assert (set(content(training)) | set(content(validation))
             == {(tuple(sorted(nums)), target) for nums, target in problems})
 
-    def batches(num_ranks, per_rank, steps):
-        config.training.num_samples_per_step = per_rank
+    def batches(num_ranks, per_rank, steps, **more):
+        config = make_config(**settings, **more, training__num_samples_per_step=per_rank)
         monkeypatch.setattr(main, "WORLD_SIZE", num_ranks)
         result = []
         for step in range(steps):
@@ -161,17 +166,40 @@ def test_the_split_is_by_content_and_the_order_by_seed_alone(tmp_path, monkeypat
     epoch = len(training)
     assert sorted(order[:epoch]) == sorted(map(id, training)) == sorted(order[epoch:2 * epoch])
     assert order[:epoch] != order[epoch:2 * epoch]
-    config.training.seed = 1
-    assert batches(1, 12, 30) != order
+    assert batches(1, 12, 30, training__seed=1) != order
+
+
+class Kept:
+    """In place of a run's folder and its log."""
+
+    def __init__(self):
+        self.evaluations, self.saved, self.seconds = [], [], {}
+
+    def evaluation(self, *what):
+        self.evaluations.append(what)
+
+    def save_best(self, run, metrics):
+        self.saved.append(metrics)
+
+    @contextlib.contextmanager
+    def phase(self, name, total):
+        yield NO_BAR
 
 
 def test_best_of_n_and_mean_accuracy_by_hand():
-    task = main.load_task(make_config().task)
+    task = main.load_task(make_config())
     solved = [[1, 0, 0], [0, 0, 0], [1, 1, 1], [0, 1, 1], [0, 0, 0]]
     groups = [[main.Trajectory({"group": 3 + (i > 2)}, [], [0] * (j + 1), "", j == 2,
                                {"format": 0.5, "answer": float(value)}, value + 0.05)
                for j, value in enumerate(values)] for i, values in enumerate(solved)]
-    metrics = main.evaluation_metrics(groups, task)
+    run = SimpleNamespace(task=task, step=7, best=(0.0, 0.0), folder=Kept(), log=Kept())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(main, "evaluate", lambda run: groups)
+        main.evaluation_step(run)
+        main.evaluation_step(run)
+    (step, metrics, answers), again = run.log.evaluations
+    assert (step, answers) == (7, groups) and again == run.log.evaluations[0]
+    assert run.best == pytest.approx((3 / 5, 6 / 15)) and run.folder.saved == [metrics]  # once
     assert metrics == pytest.approx({
         "eval/best_of_n": 3 / 5, "eval/solved": 6 / 15, "eval/solved/3": 4 / 9,
         "eval/solved/4": 2 / 6,
@@ -185,24 +213,24 @@ def test_best_of_n_and_mean_accuracy_by_hand():
 
 def evaluate_made_up_answers(folder):
     """Rank 0 leaves what it gathered behind."""
-    def answers(model, tokenizer, task, rows, num_samples, config, progress):
+    def answers(run, rows, num_samples, bar):
         return [main.Trajectory(row, [], [0], str(j < row["solved_by"]), False)
                 for row in rows for j in range(num_samples)]
 
     task = SimpleNamespace(
         REWARD_WEIGHTS={"right": 1.0}, SOLVED="right",
         reward_function=lambda completion, row: {"right": float(completion == "True")})
-    main.setup_distributed()
-    main.sample_trajectories = answers
-    rows = [{"question": i, "solved_by": i} for i in range(5)]
-    evaluation = main.evaluate(None, None, task, rows, 0, make_config(validation__best_of_n=3),
-                               None)
-    assert (evaluation is not None) == (main.RANK == 0)
-    if evaluation:
-        metrics, groups = evaluation
+    join()
+    main.sample = answers
+    rows = [{"prompt": "", "question": i, "solved_by": i} for i in range(5)]
+    run = SimpleNamespace(config=make_config(validation__best_of_n=3), task=task, step=0,
+                          best=(0.0, 0.0), validation_rows=rows, folder=Kept(), log=Kept())
+    main.evaluation_step(run)
+    assert len(run.log.evaluations) == (main.RANK == 0)
+    for _, metrics, groups in run.log.evaluations:
         order = [[answer.row["question"] for answer in group] for group in groups]
         (folder / "evaluation.json").write_text(json.dumps({"metrics": metrics, "order": order}))
-    main.leave(0)
+    leave(0)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -223,8 +251,18 @@ def test_step_metrics_are_means_over_groups_and_answers(one_rank):
                                {"format": 1.0, "answer": 0.0}, reward)
                for reward in rewards] for rewards in ([0.1, 0.1], [0.0, 1.0], [1.1, 0.1])]
     trajectories = [trajectory for group in groups for trajectory in group]
-    metrics = main.step_metrics(groups, {"sample": 1.5, "learn": 0.5},
-                                main.load_task(make_config().task), one_rank)
+    run = SimpleNamespace(task=main.load_task(make_config()), log=Kept(),
+                          optimizer=SimpleNamespace(param_groups=[{"lr": 0.125}]))
+    run.log.seconds = {"sample": 1.5, "learn": 0.5, "evaluate": 9.0}
+    nothing = {"loss": 0.0, "entropy": math.nan, "grad_norm": math.nan, "updated": 0,
+               "non_finite": 0}
+    update = {"loss": 2.0, "entropy": 0.5, "grad_norm": 1.0, "updated": 1, "non_finite": 0}
+    bad = {"loss": math.inf, "entropy": 0.5, "grad_norm": math.nan, "updated": 0, "non_finite": 1}
+    metrics = main.step_metrics(run, groups, [update, {**update, "loss": 4.0}, bad])
+    assert (metrics["loss"], metrics["updated"], metrics["non_finite"]) == (3.0, 2, 1)
+    assert metrics["learning_rate"] == 0.125
+    without = main.step_metrics(run, groups, [nothing])
+    assert (without["loss"], without["entropy"], without["grad_norm"]) == (0.0, None, None)
     assert metrics["reward"] == pytest.approx(2.4 / 6)
     assert metrics["reward_std"] == pytest.approx((0 + 0.5 + 0.5) / 3)
     assert metrics["groups_without_signal"] == pytest.approx(1 / 3)
@@ -246,7 +284,7 @@ def test_a_reward_that_is_the_same_for_every_answer_changes_no_weight(tmp_path, 
     for task, learns in (("tests/tasks/constant_reward.py", False), ("countdown", True)):
         arguments = [*SHORT, "training.max_new_gen_tokens=60", f"task.name={task}",
                      f"run.dir={tmp_path}", f"run.name=learns-{learns}"]
-        assert main.main(arguments) == 0
+        assert start(arguments) == 0
         steps = training_steps(tmp_path / f"learns-{learns}")
         assert any(entry["updated"] for entry in steps) == learns
         assert learns or [entry["reward"] for entry in steps] == pytest.approx([0.1] * 3)
@@ -257,7 +295,7 @@ def test_a_reward_that_is_the_same_for_every_answer_changes_no_weight(tmp_path, 
 
 def test_shuffled_rewards_are_as_frequent_as_the_real_ones_and_tell_nothing():
     task = main.load_task(
-        make_config(task__name=str(ROOT / "tests" / "tasks" / "shuffled_reward.py")).task)
+        make_config(task__name=str(ROOT / "tests" / "tasks" / "shuffled_reward.py")))
     row, stream = {"nums": [1, 2], "target": 3}, random.Random(1)
     answers = [stream.random() < 0.3 for _ in range(4000)]
     parts = [task.reward_function(f"</think><answer>{'1+2' if right else '2-1'}</answer>", row)
@@ -266,28 +304,3 @@ def test_shuffled_rewards_are_as_frequent_as_the_real_ones_and_tell_nothing():
     assert sum(value > 1 for value in paid) == pytest.approx(sum(answers), abs=100)
     paid_when_right = [value > 1 for value, right in zip(paid, answers) if right]
     assert sum(paid_when_right) / len(paid_when_right) == pytest.approx(0.3, abs=0.05)
-
-
-def test_auto_takes_the_faster_engine_says_so_and_keeps_it_when_the_run_goes_on(
-        tmp_path, capsys, monkeypatch):
-    short = [*SHORT, "sampling.engine=auto", f"run.dir={tmp_path}", "run.name=a",
-             "training.max_new_gen_tokens=8"]
-    with monkeypatch.context() as patch:
-        generate_completions, perf_counter, late = main.generate_completions, time.perf_counter, []
-
-        def slow(*arguments):
-            late.append(500)
-            return generate_completions(*arguments)
-
-        patch.setattr(main, "generate_completions", slow)
-        patch.setattr(main.time, "perf_counter", lambda: perf_counter() + sum(late))
-        assert main.main([*short, "training.max_steps=1"]) == 0
-    said = capsys.readouterr().out
-    assert "sampling.engine=auto: generate 50" in said and "; takes continuous\n" in said
-    assert (yaml.safe_load((tmp_path / "a" / "config.yaml").read_text())["sampling"]["engine"]
-            == "continuous")
-    monkeypatch.setattr(main, "generate_completions", None)  # is not called again
-    assert main.main([*short, "training.max_steps=2"]) == 0
-    assert "engine=continuous" in capsys.readouterr().out
-    assert [entry["step"] for entry in read_jsonl(tmp_path / "a" / "metrics.jsonl")
-            if "reward" in entry] == [1, 2]

@@ -2,24 +2,28 @@
 right stop."""
 
 import functools
+from types import SimpleNamespace
 
 import conftest
 import pytest
 import torch
 from conftest import (
     ARCHITECTURES,
+    NO_BAR,
     VOCABULARY,
     clear_choices,
     gradient,
     make_config,
+    make_policy,
+    make_trajectories,
     plain_loss,
     relative_error,
 )
 from processes import ROOT
-from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import main
+from machinery.cache import ROOM, pad_prompts
 
 pytestmark = pytest.mark.mathematics
 make_model = functools.partial(conftest.make_model, spread=0.25)  # with clear choices
@@ -42,10 +46,21 @@ def tokenizer_of(eos: int, pad: int | None):
     return Tokenizer()
 
 
-def sample(model, prompts, num_samples, eos=0, pad=0, **overrides):
+def sampling_run(model, eos=0, pad=0, **overrides):
+    """What `sample` uses of a run."""
+    config = make_config(**{"model__precision": "float32", **overrides})
+    tokenizer = tokenizer_of(eos, pad)
+    return SimpleNamespace(config=config, task=None, tokenizer=tokenizer,
+                           sampler=main.make_sampler(model, tokenizer, config))
+
+
+def sample_from(run, prompts, num_samples):
     rows = [{"prompt": " ".join(map(str, prompt))} for prompt in prompts]
-    return main.sample_trajectories(model, tokenizer_of(eos, pad), None, rows, num_samples,
-                                    make_config(**overrides), lambda *_: None)
+    return main.sample(run, rows, num_samples, NO_BAR)
+
+
+def sample(model, prompts, num_samples, **how):
+    return sample_from(sampling_run(model, **how), prompts, num_samples)
 
 
 @pytest.mark.parametrize("engine", ["generate", "continuous"])
@@ -88,10 +103,12 @@ def test_samples_follow_the_models_softmax_whatever_its_generation_config_says(
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_prefix_sharing_padding_and_leaving_early_change_no_token(architecture, monkeypatch):
+@pytest.mark.parametrize("at_once", [5, ROOM + 4])  # tokens that the cache has room for, and more
+def test_prefix_sharing_padding_and_leaving_early_change_no_token(
+        architecture, at_once, monkeypatch):
     """Greedy answers (top_k 1) to ragged prompts are what one pass without padding or cache would
     choose."""
-    monkeypatch.setattr(main, "TOKENS_PER_SLICE", 5)
+    monkeypatch.setattr(main, "TOKENS_PER_SLICE", at_once)
     model, L = make_model(architecture), 40
     model.generation_config.eos_token_id = model.config.eos_token_id = None
     prompts = [*PROMPTS, *([token] * 3 for token in range(18, 24))]
@@ -130,21 +147,21 @@ def test_sampling_stops_at_any_of_the_models_stop_tokens_and_keeps_the_one_sampl
 
 
 def test_the_stop_token_is_trained_on_and_padding_is_not_where_both_are_one_id(one_rank):
-    """Pad, end of sequence and end of text are all 0 here, and `collate` pads with 0 too."""
+    """Pad, end of sequence and end of text are all 0 here, and the learner pads with 0 too."""
     model = make_model("gpt2", torch.float64)
     trajectories = sample(model, PROMPTS, 8, eos=0, pad=None, training__max_new_gen_tokens=30)
     assert any(not t.truncated for t in trajectories) and len({t.length for t in trajectories}) > 3
     for i, trajectory in enumerate(trajectories):
         trajectory.advantage = float(not trajectory.truncated) * (1 + i % 3)
-    masks = [row for _, _, mask in main.collate(trajectories, one_rank)["passes"] for row in mask]
-    for row, trajectory in zip(masks, trajectories, strict=True):
-        length = len(trajectory.completion_ids)
-        assert row[:length].all() and not row[length:].any()
-
     config = make_config(training__num_samples_per_step=3, training__max_new_gen_tokens=30,
-                         training__max_grad_norm=None)
-    policy = DistributedDataParallel(main.Policy(model, 1.0, mixed=False))
-    main.policy_gradient(policy, trajectories, config, one_rank, lambda *_: None)
+                         training__max_grad_norm=None, model__precision="float32")
+    prompt_ids, prompt_mask, which = pad_prompts([t.prompt_ids for t in trajectories], model.device)
+    completions = [t.completion_ids for t in trajectories]
+    _, targets = main.Policy(model, config).states(prompt_ids[which], prompt_mask[which],
+                                                   completions, None, which)
+    assert targets.tolist() == [token for completion in completions for token in completion]
+
+    main.policy_gradient(make_policy(model, config), trajectories, NO_BAR)
     reference = make_model("gpt2", torch.float64)
     plain_loss(reference, trajectories, 3 * 8, 30, 1.0).backward()
     assert relative_error(gradient(model), gradient(reference)) < 1e-11
@@ -168,15 +185,25 @@ def test_sampling_is_repeated_by_the_same_seed_step_and_rank_and_by_nothing_else
     assert all(other != draw(0, 1, "train") for other in others)
 
 
-def test_sampling_works_with_gradient_checkpointing_on_and_leaves_the_model_in_train_mode():
+def test_sampling_works_with_gradient_checkpointing_on_and_learning_is_in_train_mode_all_the_same(
+        one_rank):
     model = make_model().train()
+    settings = model.generation_config.to_dict()
     torch.manual_seed(0)
     plain = [t.completion_ids for t in sample(model, PROMPTS, 2, training__max_new_gen_tokens=12)]
     model.activation_checkpointing_enable()
     torch.manual_seed(0)
     assert [t.completion_ids
             for t in sample(model, PROMPTS, 2, training__max_new_gen_tokens=12)] == plain
-    assert model.training
+    assert model.generation_config.to_dict() == settings
+    assert model.config._attn_implementation == "sdpa"
+    # what has the activations of each layer computed again
+    modes = []
+    model.base_model.register_forward_pre_hook(
+        lambda *_: modes.append({module.training for module in model.modules()}))
+    main.policy_gradient(make_policy(model, make_config(model__precision="float32")),
+                         make_trajectories(4), NO_BAR)
+    assert modes and all(mode == {True} for mode in modes)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -186,8 +213,7 @@ def test_a_prompt_may_be_a_single_token(architecture):
                          training__max_new_gen_tokens=6)
     logits = model(torch.tensor([[5, *trajectory.completion_ids]])).logits[0]
     assert clear_choices(logits[:-1]) == trajectory.completion_ids
-    logprobs, _ = main.Policy(model, 1.0, mixed=False)(
-        **main.collate([trajectory], torch.device("cpu")))
+    logprobs, _ = main.Policy(model, make_config(model__precision="float32"))([trajectory])
     assert torch.allclose(logprobs, logits[:-1].log_softmax(-1).gather(
         -1, torch.tensor(trajectory.completion_ids)[:, None])[:, 0], atol=1e-5)
 
@@ -195,11 +221,13 @@ def test_a_prompt_may_be_a_single_token(architecture):
 @pytest.mark.parametrize("engine", ["generate", "continuous"])
 def test_each_call_samples_from_the_weights_as_they_are_and_leaves_the_model_as_it_was(engine):
     model = make_model().train()
+    settings = model.generation_config.to_dict()
+    run = sampling_run(model, sampling__top_k=1, training__max_new_gen_tokens=20,
+                       sampling__engine=engine)
 
     def answers():
-        return [t.completion_ids
-                for t in sample(model, PROMPTS, 2, sampling__top_k=1,
-                                training__max_new_gen_tokens=20, sampling__engine=engine)]
+        main.refresh_sampler(run.sampler, model)  # as after a step: here there is nothing to copy
+        return [t.completion_ids for t in sample_from(run, PROMPTS, 2)]
 
     def greedy(prompt):
         ids = list(prompt)
@@ -215,7 +243,8 @@ def test_each_call_samples_from_the_weights_as_they_are_and_leaves_the_model_as_
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     after = answers()
     assert after != before and after == [greedy(prompt) for prompt in PROMPTS for _ in range(2)]
-    assert model.training and model.config._attn_implementation == "sdpa"
+    assert (model.generation_config.to_dict() == settings
+            and model.config._attn_implementation == "sdpa")
     # nothing of inference mode is left behind in it
     model(torch.tensor([PROMPTS[0]])).logits.sum().backward()
 
@@ -241,7 +270,7 @@ def test_an_answer_that_continuous_batching_has_lost_stops_the_run(monkeypatch):
 
 def test_the_chat_style_puts_the_same_question_through_the_template():
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny" / "model")
-    task = main.load_task(make_config().task)
+    task = main.load_task(make_config())
     row = {"prompt": task.generate_prompt([3, 7, 25], 88)}
     base = tokenizer.decode(main.encode_prompt(row, task, tokenizer, make_config()))
     assert base == row["prompt"] and base.endswith("<think>")

@@ -8,7 +8,7 @@ import sys
 from fractions import Fraction
 
 import pytest
-from conftest import make_config, read_jsonl, run_script
+from conftest import make_config, read_jsonl, run_script, start
 from processes import ROOT, ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -94,7 +94,7 @@ def test_the_folder_and_the_model_are_of_the_promised_size():
 
 
 def test_validation_problems_are_in_neither_kind_of_training(rows):
-    training, validation = main.load_questions(countdown, None, make_config(), None)
+    training, validation = main.load_questions(countdown, None, make_config(), print)
     assert len(validation) >= 256
     assert not {row["problem"] for row in training} & {row["problem"] for row in validation}
 
@@ -105,10 +105,10 @@ def test_a_much_smaller_one_is_built_by_the_same_code_and_trains_a_step(tmp_path
     result = ranks(1, run_script, "tiny/build.py", *arguments)
     assert result.returncode == 0, result.stderr
     assert "at temperature 1: solved" in result.stdout
-    assert main.main([f"model.name={tmp_path / 'toy' / 'model'}",
-                      f"data.dataset={tmp_path / 'toy' / 'countdown.parquet'}",
-                      "data.num_validation=4", "validation.best_of_n=2", "training.max_steps=1",
-                      "training.num_samples_per_step=2", "training.max_new_gen_tokens=20",
-                      f"run.dir={tmp_path}", "run.name=a"]) == 0
+    assert start([f"model.name={tmp_path / 'toy' / 'model'}",
+                  f"data.dataset={tmp_path / 'toy' / 'countdown.parquet'}",
+                  "data.num_validation=4", "validation.best_of_n=2", "training.max_steps=1",
+                  "training.num_samples_per_step=2", "training.max_new_gen_tokens=20",
+                  f"run.dir={tmp_path}", "run.name=a"]) == 0
     entries = read_jsonl(tmp_path / "a" / "metrics.jsonl")
     assert [entry["step"] for entry in entries] == [0, 1, 1]

@@ -1,7 +1,7 @@
 """Whether the tests of the mathematics would notice: each wrong formula is put into a copy of
-main.py, and a test must fail on it, by an assertion and not by a crash. (One is left out: gradients
-that ranks share at every micro-batch. Where one rank has more of those than another it waits for
-ever, so the test of ranks ends by its time limit.)"""
+main.py and machinery/, and a test must fail on it, by an assertion and not by a crash. (One is left
+out: gradients that ranks share at every micro-batch. Where one rank has more of those than another
+it waits for ever, so the test of ranks ends by its time limit.)"""
 
 import os
 import re
@@ -12,83 +12,84 @@ import pytest
 from processes import ROOT, ranks
 
 pytestmark = pytest.mark.soak
+SOURCES = [ROOT / "main.py", *sorted((ROOT / "machinery").glob("*.py"))]
 LOSS = ("test_learning.py::test_loss_and_gradient_equal_the_plain_formula_for_any_micro_batch_size"
         "[50-dtype0]")
 FAMILY = "test_family.py::test_loss_and_gradient_of_each_published_variant_equal_the_plain_formula"
 RANKS = "test_family.py::test_the_gradient_is_the_same_on_any_number_of_ranks[all learn]"
 SAMPLES = ("test_sampling.py::test_samples_follow_the_models_softmax_whatever_its_generation_config"
            "_says[0.6-generate]")
-WRONG = {  # what is wrong: (what main.py says, what it then says, the test that notices)
-    "the sign": ("return -(gains / Z).sum()", "return (gains / Z).sum()", LOSS),
+# what is wrong: (what one of the sources says, what it then says, the test that notices)
+WRONG = {
+    "the sign": ("return -(gains / Z[", "return (gains / Z[", LOSS),
     "no temperature in the loss": ("(logits / self.temperature).log_softmax(-1)",
                                    "logits.log_softmax(-1)", LOSS),
     "no temperature in the samples": ("temperature=config.sampling.temperature, top_p",
                                       "temperature=1.0, top_p", SAMPLES),
-    "top_k of the model's own": ("top_k=config.sampling.top_k, min_p", "top_k=1, min_p", SAMPLES),
+    "top_k of the model's own": ("top_k=config.sampling.top_k, eos", "top_k=1, eos", SAMPLES),
     "tokens off by one": ("completion_ids[completion_mask]",
                           "completion_ids.roll(1, 1)[completion_mask]", LOSS),
     "padding in place of tokens": (
-        "completion_mask = torch.arange(longest, device=device) < lengths[:, None]",
-        "completion_mask = torch.arange(longest, device=device) >= longest - lengths[:, None]",
-        LOSS),
+        "completion_mask = torch.arange(time, device=device) < lengths[:, None]",
+        "completion_mask = torch.arange(time, device=device) >= time - lengths[:, None]", LOSS),
     "padding counted in T": (
-        "num_tokens = sum(len(trajectory.completion_ids) for trajectory in trajectories)",
-        "num_tokens = len(trajectories) * max(len(trajectory.completion_ids) "
-        "for trajectory in trajectories)",
+        "num_tokens = sum(len(answer.completion_ids) for answer in answers)",
+        "num_tokens = len(answers) * max(len(answer.completion_ids) for answer in answers)",
         f"{FAMILY}[DAPO-no KL-unclipped-1-dtype0]"),
     "positions that count the padding": (
         "(attention_mask.cumsum(-1) - 1).clamp(min=0)",
         "torch.ones_like(attention_mask, dtype=torch.long).cumsum(-1) - 1",
-        "test_learning.py::test_a_rows_log_probabilities_do_not_depend_on_the_rows_beside_it"
-        "[False-gpt2]"),
+        ("test_learning.py::test_a_rows_log_probabilities_do_not_depend_on_the_rows_beside_it"
+         "[False-gpt2]")),
     "the stop token skipped": (
-        "advantages.repeat_interleave(lengths), lengths",
-        "advantages.repeat_interleave(lengths) "
-        "* torch.cat([torch.arange(n) < n - 1 for n in lengths]), lengths",
-        "test_sampling.py::"
-        "test_the_stop_token_is_trained_on_and_padding_is_not_where_both_are_one_id"),
+        "A = A.repeat_interleave(lengths)",
+        ("A = A.repeat_interleave(lengths) "
+         "* torch.cat([torch.arange(n) < n - 1 for n in lengths])"),
+        ("test_sampling.py::"
+         "test_the_stop_token_is_trained_on_and_padding_is_not_where_both_are_one_id")),
     "another normaliser": ('"max_length": B * L', '"max_length": T', LOSS),
-    "each answer's length, but not their number": ('"sequence": B * lengths',
-                                                   '"sequence": len(lengths) * lengths',
+    "each answer's length, but not their number": ('"sequence": B * own_length',
+                                                   '"sequence": len(lengths) * own_length',
                                                    f"{FAMILY}[GRPO-no KL-unclipped-1-dtype0]"),
-    "skipped rows not counted in B": ("len(trajectories) * WORLD_SIZE, int(num_tokens)",
-                                      "int(num_learned), int(num_tokens)", LOSS),
+    "skipped rows not counted in B": ("B = len(answers) * WORLD_SIZE", "B = int(num_learned)",
+                                      LOSS),
     "the mean over micro-batches": ("(loss * WORLD_SIZE).backward()",
                                     "(loss * WORLD_SIZE / len(micro_batches)).backward()", LOSS),
     "the mean over ranks": ("(loss * WORLD_SIZE).backward()", "loss.backward()", RANKS),
-    "one rank's batch for that of all": ("len(trajectories) * WORLD_SIZE, int",
-                                         "len(trajectories), int", RANKS),
+    "one rank's batch for that of all": ("B = len(answers) * WORLD_SIZE", "B = len(answers)",
+                                         RANKS),
     "clipping the wrong side": ("torch.minimum(gains, clipped)", "torch.maximum(gains, clipped)",
                                 f"{FAMILY}[DAPO-no KL-clipped-2-dtype0]"),
     "low and high exchanged": ("clamp(1 - low, 1 + high)", "clamp(1 - high, 1 + low)",
                                f"{FAMILY}[DAPO-no KL-clipped-2-dtype0]"),
-    "rho always 1": ('kept.setdefault(("old", i), logprobs.detach())', "logprobs.detach()",
+    "rho always 1": ("if batch[0].old_logprobs is None:", "if True:",
                      f"{FAMILY}[DAPO-no KL-unclipped-2-dtype0]"),
-    "the KL the other way round": ("d = reference_logprobs - logprobs",
-                                   "d = logprobs - reference_logprobs",
-                                   f"{FAMILY}[GRPO-KL-unclipped-1-dtype0]"),
+    "the KL the other way round": (
+        "d = torch.cat([answer.reference_logprobs for answer in batch]) - logprobs",
+        "d = logprobs - torch.cat([answer.reference_logprobs for answer in batch])",
+        f"{FAMILY}[GRPO-KL-unclipped-1-dtype0]"),
     "the reference with the adapters on": (
         "            model.disable_adapters()\n", "            pass\n",
-        "test_lora.py::"
-        "test_only_the_adapters_learn_and_the_kl_term_measures_from_the_model_without_them"),
+        ("test_lora.py::"
+         "test_only_the_adapters_learn_and_the_kl_term_measures_from_the_model_without_them")),
     "a stale sampler": (
         "copied.copy_(parameter)", "pass",
-        "test_learning.py::"
-        "test_mixed_precision_keeps_float32_masters_and_samples_from_a_bfloat16_copy"),
+        ("test_learning.py::"
+         "test_mixed_precision_keeps_float32_masters_and_samples_from_a_bfloat16_copy")),
     "a mean of one less": (
         "mean = sum(rewards) / len(rewards)", "mean = sum(rewards) / (len(rewards) - 1)",
         "test_learning.py::test_the_advantage_is_the_reward_less_the_mean_of_its_group"),
     "the deviation of a population": (
-        "scale = stdev(rewards)", "scale = pstdev(rewards)",
-        "test_family.py::"
-        "test_scaled_advantages_are_those_of_grpo_and_still_exactly_zero_without_spread"),
-    "cut-off answers learned all the same": ("training.mask_truncated and trajectory.truncated",
-                                             "False and trajectory.truncated", RANKS),
+        "scale = stdev(rewards)", "scale = stdev(rewards) * math.sqrt(1 - 1 / len(rewards))",
+        ("test_family.py::"
+         "test_scaled_advantages_are_those_of_grpo_and_still_exactly_zero_without_spread")),
+    "cut-off answers learned all the same": ("training.mask_truncated and answer.truncated",
+                                             "False and answer.truncated", RANKS),
 }
 
 
 def run_tests_of(folder, test):
-    """In a process that knows nothing yet of this main.py."""
+    """In a process that knows nothing yet of these sources."""
     import pytest
 
     for name in [name for name, module in sys.modules.items()
@@ -105,13 +106,13 @@ def run_tests_of(folder, test):
 @pytest.mark.parametrize("what", WRONG)
 def test_a_wrong_formula_is_noticed(what, tmp_path):
     right, wrong, test = WRONG[what]
-    for name in ("logger.py", "countdown.py", "config.yaml", "pyproject.toml", "README.md"):
+    for name in ("main.py", "logger.py", "countdown.py", "config.yaml", "pyproject.toml",
+                 "README.md"):
         shutil.copy(ROOT / name, tmp_path / name)
-    for name in ("tests", "tiny", "examples"):
+    for name in ("machinery", "tests", "tiny", "examples"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    source = (ROOT / "main.py").read_text()
-    assert source.count(right) == 1
-    (tmp_path / "main.py").write_text(source.replace(right, wrong))
+    path, = [path for path in SOURCES for _ in range(path.read_text().count(right))]
+    (tmp_path / path.relative_to(ROOT)).write_text(path.read_text().replace(right, wrong))
     result = ranks(1, run_tests_of, tmp_path, str(tmp_path / "tests" / test), cwd=tmp_path)
     assert (result.returncode == 1
             and re.search(r"^1 failed", result.stdout, re.MULTILINE)), result.stdout + result.stderr

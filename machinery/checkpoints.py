@@ -1,0 +1,199 @@
+"""The folder of a run: taken by one process, and what is in it is complete or absent, always."""
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+import sys
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from machinery.errors import UserError, blame
+from machinery.model import merged
+from machinery.ranks import LOCAL_RANK, RANK, WORLD_SIZE, together
+from machinery.settings import FREE_KEYS, Config, default_run_name, flatten
+from machinery.tasks import encode_prompt
+
+NOTHING_KEPT = (-1.0, -1.0)  # as the quality of what is in best/
+
+class RunFolder:
+    """runs/<name>, with checkpoints/step-NNNNNN and the link best. Rank 0 writes."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.path = Path(config.run.dir) / (config.run.name or default_run_name(config))
+
+    def __enter__(self):
+        with together():
+            self.lock = self._take() if RANK == 0 else None
+        with together():
+            self.checkpoint = self._find_checkpoint()  # path, rank that can read it, state.json
+            self.saved, *_ = self.checkpoint or [None]
+            self.changes = self._compare_settings() if self.checkpoint else []
+        return self
+
+    def __exit__(self, *_):
+        if RANK == 0:
+            self.lock.close()
+
+    def writing(self):
+        return blame(f"{self.path} cannot be written to; what was saved before is intact",
+                     (OSError, SafetensorError))
+
+    def _take(self):
+        """The folder is ours as long as the returned file is open, or the process lives."""
+        with blame(f"run.dir={self.config.run.dir!r} cannot be written to", (OSError,)):
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = open(self.path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                lock.seek(0)
+                raise UserError(f"{self.path} is in use by {lock.read()}: wait for its end, or set "
+                                "run.name to another name") from None
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+            lock.flush()
+            return lock
+
+    def _find_checkpoint(self) -> tuple[Path, int, dict] | None:
+        """The newest complete one on any machine; one of this run's own before `run.resume`."""
+        resume, offer, offers = self.config.run.resume, None, [None] * WORLD_SIZE
+        if LOCAL_RANK == 0:  # one rank looks for its machine
+            offer = newest_checkpoint(self.path, is_ours=True)
+            if not offer and resume != "auto":
+                offer = newest_checkpoint(Path(resume), is_ours=False)
+        dist.all_gather_object(offers, offer)
+        if resume != "auto" and not any(offers):
+            raise UserError(f"run.resume={resume!r} is neither a complete checkpoint nor the folder"
+                            " of a run that has one, nor auto; to begin anew, set run.name")
+        return max(filter(None, offers), key=lambda each: (each[2]["step"], -each[1]), default=None)
+
+    def _compare_settings(self) -> list[str]:
+        """What has changed since the checkpoint; refuses what would make it another experiment."""
+        _, _, saved = self.checkpoint
+        then, now = dict(saved["config"]), flatten(self.config)
+        for settings, num_ranks in ((then, saved["num_ranks"]), (now, WORLD_SIZE)):
+            N = settings["training.num_samples_per_step"]
+            settings["training.num_samples_per_step"] = f"{N * num_ranks} over all ranks"
+        changed = {key: f"{key}: {then.get(key, 'no such key')} -> {value}"
+                   for key, value in sorted(now.items()) if not key.startswith("run.")
+                   and (key not in then or then[key] != value)}
+        refused = [changed[key] for key in changed if key in then and key not in FREE_KEYS]
+        if refused and not self.config.run.resume_anyway:
+            raise UserError(f"the checkpoint is of another experiment ({'; '.join(refused)}): set "
+                            "run.name to begin anew, or run.resume_anyway=true to go on")
+        return list(changed.values())
+
+    def restore(self, model, optimizer) -> tuple[int, tuple[float, float]]:
+        """Loads the checkpoint, if there is one, into every rank from the disk of one: machines
+        need not share any. Returns its step, and how good best/ is."""
+        if self.checkpoint is None:
+            return 0, NOTHING_KEPT
+        (path, reader, saved), tensors = self.checkpoint, state_tensors(model, optimizer)
+        other = f"{path} holds the weights of another model than model.name"
+        with together(), blame(f"{other}={self.config.model.name!r}"):
+            if RANK == reader:
+                with safe_open(path / "tensors.safetensors", "pt") as file:
+                    for name, tensor in tensors.items():
+                        tensor.copy_(file.get_tensor(name))
+        for tensor in tensors.values():
+            dist.broadcast(tensor, reader)
+        is_kept = (self.path / "best").exists()  # not where this folder is new to the run
+        return saved["step"], tuple(saved["best"]) if is_kept else NOTHING_KEPT
+
+    def save(self, run) -> None:
+        """All that going on from here takes; random numbers have no state."""
+        path = self.path / "checkpoints" / f"step-{run.step:06d}"
+        if RANK != 0 or path.exists():
+            return
+        with self.writing():
+            with appearing(path) as folder:
+                tensors = state_tensors(run.model, run.optimizer)
+                save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()},
+                          folder / "tensors.safetensors")
+                state = {"step": run.step, "best": run.best, "num_ranks": WORLD_SIZE,
+                         "config": flatten(self.config), "log": run.log.bookmark()}
+                (folder / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+            self.saved = path
+            for old in find_checkpoints(self.path)[self.config.checkpoint.keep:]:
+                shutil.rmtree(old)
+
+    def save_best(self, run, metrics: dict[str, float]) -> None:
+        """The model as a folder that `from_pretrained` reads, to which the link `best` points."""
+        path, others = self.path / f"best-{run.step:06d}", list(self.path.glob("best-*"))
+        if path in others:  # of a process that was killed before it could save its step
+            path = path.with_name(f"{path.name}-{len(others) + 1}")
+        with self.writing():
+            with appearing(path) as folder:
+                merge = self.config.model.lora_rank and self.config.model.lora_merged
+                (merged(run.model) if merge else run.model).save_pretrained(folder)
+                run.tokenizer.save_pretrained(folder)
+                prompt = encode_prompt(run.validation_rows[0], run.task, run.tokenizer, self.config)
+                run.log.card(folder, run.step, metrics, run.tokenizer.decode(prompt))
+            link = self.path / "best.unfinished"
+            link.unlink(missing_ok=True)
+            link.symlink_to(path.name)
+            link.replace(self.path / "best")
+            for old in others:
+                shutil.rmtree(old)
+
+
+def state_tensors(model, optimizer) -> dict[str, torch.Tensor]:
+    """What learns, by name, and AdamW's moments of each: {"w": ..., "w/exp_avg": ..., ...}."""
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        if parameter in optimizer.state:  # those that learn
+            moments = optimizer.state[parameter].items()
+            tensors |= {name: parameter.data, **{f"{name}/{key}": value for key, value in moments}}
+    return tensors
+
+
+def find_checkpoints(folder: Path) -> list[Path]:
+    """The newest first."""
+    found = [path for path in (folder / "checkpoints").glob("step-*") if path.name[5:].isdigit()]
+    return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
+
+
+def newest_checkpoint(folder: Path, is_ours: bool) -> tuple[Path, int, dict] | None:
+    """The newest complete one of a run, or `folder` itself if it is one: its path, this rank, its
+    state.json. A damaged one of ours is set aside, under a name that says so."""
+    for path in find_checkpoints(folder) or [folder]:
+        with suppress(OSError, ValueError, SafetensorError):
+            state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+            with safe_open(path / "tensors.safetensors", "pt"):  # refuses what is cut or garbled
+                if {"step", "best", "num_ranks", "config", "log"} <= state.keys():
+                    return path, RANK, state
+        if path != folder and is_ours:
+            print(f"warning: {path} is damaged and is set aside", file=sys.stderr)
+            with suppress(FileNotFoundError):  # another machine that shares the folder was quicker
+                path.rename(path.with_name(f"damaged-{path.name}"))
+    return None
+
+
+@contextmanager
+def appearing(path: Path):
+    """A folder to write into, which is at `path` once it is complete and on the disk."""
+    unfinished = path.with_name("unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        for written in [*unfinished.iterdir(), unfinished]:
+            sync_to_disk(written)
+        unfinished.rename(path)
+        sync_to_disk(path.parent)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)  # a full disk has better use for the space
+
+
+def sync_to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)

@@ -1,0 +1,180 @@
+"""The model that learns, and its copies: to sample from, to measure the KL from, to give away."""
+
+import copy
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from machinery.errors import UserError, blame
+from machinery.policy import Policy
+from machinery.ranks import DEVICE, RANK, random_stream
+from machinery.settings import Config, beside_main
+
+
+def load_model(config: Config):
+    """The model, on this rank's device, and its tokenizer."""
+    if RANK != 0 or not sys.stdout.isatty():
+        transformers.utils.logging.disable_progress_bar()
+    name = beside_main(config.model.name)
+    dtype = torch.bfloat16 if config.model.precision == "bfloat16" else torch.float32
+    attention = config.model.attention
+    how = f" with model.attention={attention!r}" if attention else ""
+    with blame(f"model.name={name!r} cannot be loaded{how}; give a folder with a model and its "
+               "tokenizer, or a hub id within reach"):
+        # trust_remote_code: or the library would ask whether to run a model's own code, and wait.
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        model_config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        # Dropout would make the log-probabilities learned from differ from those sampled from.
+        for key in vars(model_config):
+            if "dropout" in key or key.endswith("pdrop"):
+                setattr(model_config, key, 0.0)
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            name, config=model_config, dtype=dtype, output_loading_info=True,
+            attn_implementation=attention, trust_remote_code=False)
+    if missing := sorted(loading["missing_keys"])[:3]:
+        raise UserError(f"model.name={name!r} lacks the weights {', '.join(missing)}")
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"model.name={name!r}: no answer could end without an end-of-text token")
+    if config.data.prompt_style == "chat" and not tokenizer.chat_template:
+        raise UserError(f"data.prompt_style='chat': {name!r} has no chat template; write base")
+    if config.model.lora_rank:
+        add_adapters(model, config)
+    if config.model.gradient_checkpointing:
+        model.activation_checkpointing_enable()
+    return model.to(DEVICE), tokenizer
+
+
+def add_adapters(model, config: Config) -> None:
+    """LoRA: to the matrices named, (out, in), is added the product of two thin ones, (out, rank)
+    and (rank, in), and only those learn."""
+    settings = config.model
+    with blame(f"model.lora_rank={settings.lora_rank} needs: pip install peft", (ImportError,)):
+        import peft  # here, because only this needs it
+    if Path(model.name_or_path).exists():  # for best/, which points there, to load from anywhere
+        model.name_or_path = str(Path(model.name_or_path).resolve())
+    layers = [f".{name}" for name, _ in model.named_modules()]
+    if unknown := [target for target in settings.lora_targets or []
+                   if not any(layer.endswith(f".{target}") for layer in layers)]:
+        raise UserError(f"model.lora_targets: the model has no layers named {', '.join(unknown)}")
+    random_stream(config.training.seed, 0, "adapters")  # DDP gives all ranks those of rank 0
+    with blame(f"model.lora_targets={settings.lora_targets}: not all are linear layers of "
+               f"{settings.name!r}"):
+        model.add_adapter(peft.LoraConfig(
+            r=settings.lora_rank, lora_alpha=settings.lora_alpha, task_type="CAUSAL_LM",
+            target_modules=settings.lora_targets or "all-linear"))
+    if settings.precision == "mixed":
+        # What does not learn needs no float32 master, which each pass would cast anew.
+        for parameter in model.parameters():
+            dtype = torch.float32 if parameter.requires_grad else torch.bfloat16
+            parameter.data = parameter.data.to(dtype)
+
+
+def frozen_copy(model, convert: Callable):
+    """A copy that does not learn. Each parameter is what `convert` returns for the model's; one
+    that it returns unchanged is shared. Buffers, like rotary frequencies, keep their type."""
+    return copy.deepcopy(model, {
+        id(parameter): nn.Parameter(convert(parameter).detach(), requires_grad=False)
+        for parameter in model.parameters()})
+
+
+def generation_settings(model, tokenizer, config: Config) -> GenerationConfig:
+    """For a sampler to own, in place of the model's: `generate` fills what is left open from there,
+    and answers sampled at that temperature and top_k would not be the policy's."""
+    stop_ids = {tokenizer.eos_token_id}  # chat models have several: any of them ends an answer
+    for eos in (model.config.eos_token_id, model.generation_config.eos_token_id):
+        stop_ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    pad = min(stop_ids) if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return GenerationConfig(
+        do_sample=True, temperature=config.sampling.temperature, top_p=config.sampling.top_p,
+        top_k=config.sampling.top_k, eos_token_id=sorted(stop_ids), pad_token_id=pad)
+
+
+def generate_continuously(sampler, prompts: list[list[int]], num_answers: int,
+                          config: Config) -> list[list[int]]:
+    """`num_answers` completions of each prompt by transformers' continuous batching: a finished row
+    makes room for the next at once, keys and values lie in pages, and a GPU runs CUDA graphs. It is
+    set up anew for each call, or it would go on using keys of old weights."""
+    attention = sampler.config._attn_implementation
+    settings = copy.copy(sampler.generation_config)
+    settings.max_new_tokens = config.training.max_new_gen_tokens
+    settings.num_return_sequences = num_answers
+    wanted = len(prompts) * num_answers
+    at_once = min(config.sampling.max_rows, wanted)
+    batching = transformers.ContinuousBatchingConfig(max_requests_per_batch=at_once,
+                                        max_batch_tokens=max(2 * at_once, 256),
+                                        seed=int(torch.randint(2**31, ())))
+    # As much memory as these may need; left to itself it would take nearly all that is free.
+    longest = max(map(len, prompts)) + settings.max_new_tokens
+    batching.num_blocks = at_once * math.ceil(longest / batching.page_size)
+    try:
+        results = list(sampler.generate_batch(prompts, settings, batching).values())
+    finally:
+        sampler.set_attn_implementation(attention)
+    # What goes wrong inside is logged, not raised, and the answers that there are come back.
+    errors = {result.error for result in results if result.error}
+    if errors or len(results) < wanted:
+        kind = torch.OutOfMemoryError if "out of memory" in str(errors) else UserError
+        raise kind(f"sampling.engine=continuous returned {len(results)} of {wanted} answers, with "
+                   f"{str(sorted(errors))[:300]}; set sampling.engine to generate")
+    return [result.generated_tokens for result in results]
+
+
+def make_sampler(model, tokenizer, config: Config):
+    """What answers are drawn from: in mixed precision a bfloat16 copy, since autocast would cast
+    every weight anew for each token, else a twin that shares the model's weights. Either has
+    generation settings of its own: the model's are what `save_pretrained` writes."""
+    sampler = copy.copy(model)
+    if config.model.precision == "mixed":
+        sampler = frozen_copy(model, lambda parameter: parameter.to(
+            torch.bfloat16, copy=parameter.requires_grad))
+    sampler.generation_config = generation_settings(model, tokenizer, config)
+    return sampler
+
+
+@torch.no_grad()
+def refresh_sampler(sampler, model) -> None:
+    for copied, parameter in zip(sampler.parameters(), model.parameters()):
+        if copied is not parameter and parameter.requires_grad:
+            copied.copy_(parameter)
+
+
+def make_reference(model, config: Config) -> Callable:
+    """What the KL term measures from: log-probabilities of the model as it was loaded, which with
+    LoRA is the same one with its adapters off. In mixed precision its linear layers, but for the
+    output, are kept in bfloat16, as autocast would cast them anyway: so it agrees with the policy
+    to the last bit until something is learned."""
+    has_adapters, output = config.model.lora_rank > 0, model.get_output_embeddings()
+    low = {id(layer.weight) for layer in model.modules() if config.model.precision == "mixed"
+           and isinstance(layer, nn.Linear) and layer is not output}
+    frozen = Policy(model if has_adapters else frozen_copy(model, lambda parameter: parameter.to(
+        torch.bfloat16 if id(parameter) in low else parameter.dtype,
+        copy=parameter.requires_grad)), config)
+
+    @torch.no_grad()
+    def reference(answers: list) -> torch.Tensor:
+        if has_adapters:
+            model.disable_adapters()
+        logprobs, _ = frozen(answers)
+        if has_adapters:
+            model.enable_adapters()
+        return logprobs
+
+    return reference
+
+
+def merged(model):
+    """A copy whose adapters are added to the matrices they belong to: a plain model. On the CPU,
+    where there is room; in float32, or the little that was learned might be rounded away."""
+    model = frozen_copy(model, lambda parameter: parameter.to("cpu", torch.float32, copy=True))
+    for name, layer in list(model.named_modules()):
+        if hasattr(layer, "get_base_layer"):
+            layer.merge()
+            model.set_submodule(name, layer.get_base_layer())
+    model._hf_peft_config_loaded = False  # what makes `save_pretrained` write adapters alone
+    return model

@@ -1,0 +1,101 @@
+"""Answers in, log-probabilities of their tokens out, without logits for all of them at once."""
+
+import copy
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from machinery.cache import pad_prompts, positions, read_prefix
+from machinery.settings import Config
+
+LOGITS_PER_CHUNK = 2**25  # tokens x vocabulary in one piece: 128 MiB in float32
+ROWS_PER_PASS = 16  # through the model at once; those of a micro-batch are sorted by length
+
+
+class Policy(nn.Module):
+    """The model as the learner sees it. All of it happens inside the module that DDP wraps, since
+    gradients of anything computed outside are not shared between ranks."""
+
+    def __init__(self, model, config: Config):
+        super().__init__()
+        self.model, self.temperature = model, config.sampling.temperature
+        self.mixed = config.model.precision == "mixed"
+
+    def forward(self, answers: list) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probability and entropy of each token sampled, (tokens,), answer after answer."""
+        device = self.model.device
+        ids, mask, which = pad_prompts([answer.prompt_ids for answer in answers], device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.mixed):
+            # With gradient checkpointing the model's layers refuse a cache, so every row has to
+            # read its prompt itself.
+            rereads = self.model.is_activation_checkpointing
+            cache = None if rereads else read_prefix(self.model, ids, mask)
+            states = []
+            for start in range(0, len(answers), ROWS_PER_PASS):
+                rows = which[start:start + ROWS_PER_PASS]
+                completions = [each.completion_ids for each in answers[start:start + ROWS_PER_PASS]]
+                states.append(self.states(ids[rows], mask[rows], completions, cache, rows))
+            hidden, targets = (torch.cat(pieces) for pieces in zip(*states))
+            # Only these reach the projection to the vocabulary, in chunks whose logits are dropped
+            # and recomputed in the backward pass: logits for all tokens would be by far the largest
+            # tensor of all.
+            size = max(1, LOGITS_PER_CHUNK // self.model.config.get_text_config().vocab_size)
+            chunks = [checkpoint(self.token_logprobs, *chunk, use_reentrant=False)
+                      for chunk in zip(hidden.split(size), targets.split(size))]
+            return tuple(torch.cat(pieces) for pieces in zip(*chunks))
+
+    def states(self, prompt_ids, prompt_mask, completions: list[list[int]], cache, rows):
+        """Prompts, (rows, prompt time), and their completions -> the state that predicts each token
+        of these, (tokens, width), and that token. Masks come from lengths."""
+        device, time = prompt_ids.device, max(map(len, completions))
+        lengths = torch.tensor([len(completion) for completion in completions], device=device)
+        completion_mask = torch.arange(time, device=device) < lengths[:, None]  # (rows, time)
+        completion_ids = torch.tensor([completion + [0] * (time - len(completion))
+                                       for completion in completions], device=device)
+        # The state at t predicts the token at t + 1: the last prompt token counts, and the last of
+        # all is not read.
+        ids = torch.cat([prompt_ids, completion_ids[:, :-1]], 1)  # (rows, prompt time + time - 1)
+        mask = torch.cat([prompt_mask, completion_mask[:, :-1]], 1)
+        places = positions(mask)
+        if cache is not None:
+            ids, places = ids[:, -time:], places[:, -time:]
+            cache = copy.copy(cache)
+            cache.layers = [copy.copy(layer) for layer in cache.layers]
+            cache.batch_select_indices(rows)
+        output = self.model.base_model(input_ids=ids, attention_mask=mask, position_ids=places,
+                                       past_key_values=cache, use_cache=cache is not None)
+        self.output_class = type(output)
+        return output.last_hidden_state[:, -time:][completion_mask], completion_ids[completion_mask]
+
+    def token_logprobs(self, hidden, targets):
+        """(tokens, width) and (tokens,) -> log-probability and entropy at the sampling temperature,
+        (tokens,) each."""
+        # The model's own forward, with its body swapped out, so that whatever it does after the
+        # projection (Gemma 2 caps its logits, others scale them) is done here as well.
+        body = self.model.base_model
+        body.forward = lambda *_, inputs_embeds, **__: self.output_class(
+            last_hidden_state=inputs_embeds)
+        try:
+            logits = self.model(inputs_embeds=hidden[None]).logits[0]  # (tokens, vocabulary)
+        finally:
+            del body.forward
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logprobs = (logits / self.temperature).log_softmax(-1)
+        with torch.no_grad():
+            entropies = -logprobs.exp().mul_(logprobs).sum(-1)
+        return logprobs.gather(-1, targets[:, None])[:, 0], entropies
+
+
+def warm_up(policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """One backward pass and one step of nothing: DDP arranges its buckets anew after its first
+    pass, and from three ranks on sums then differ in the last bit; AdamW's moments come into being
+    at its first step."""
+    policy.train()
+    logprobs, _ = policy([SimpleNamespace(prompt_ids=[0], completion_ids=[0])])
+    logprobs.sum().backward()
+    policy.zero_grad(set_to_none=False)
+    optimizer.step()
+    for moments in optimizer.state.values():
+        moments["step"].zero_()
