@@ -6,14 +6,21 @@ import json
 import random
 import statistics
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+import torch.distributed as dist
 import transformers
 
 import main
+from machinery.checkpoints import NOTHING_KEPT
+from machinery.launch import leave
+from machinery.ranks import DEVICE, RANK, join
+from machinery.settings import ROOT, load_config
 
 # As published; random weights of these shapes cost what the real ones cost.
 SHAPES = {
@@ -35,30 +42,43 @@ SHAPES = {
 }
 
 
+NO_BAR = SimpleNamespace(update=lambda n: None)
+# In place of checkpoints.RunFolder: nothing to go on from.
+NO_FOLDER = SimpleNamespace(restore=lambda model, optimizer: (0, NOTHING_KEPT))
+# `training_step` would evaluate at these, which is not what is measured.
+NEVER_EVALUATE = ["validation.every=1000000000", "training.max_steps=1000000000"]
+
+
 class SilentLog:
     """In place of logger.Logger: shows and writes nothing, and keeps the metrics of the last
     step."""
 
-    folder = Path("runs/not-written")
+    def __init__(self):
+        self.seconds = {}
+
+    @contextlib.contextmanager
+    def phase(self, name, total=0):
+        started = time.perf_counter()
+        yield NO_BAR
+        self.seconds[name] = time.perf_counter() - started
+
+    def say(self, text):
+        pass
 
     def step(self, step, metrics):
         self.metrics = metrics
-
-    @contextlib.contextmanager
-    def progress(self, label):
-        yield lambda *_: None
 
 
 def model_of_shape(shape: str):
     """For main.load_model: random weights, and the tokenizer of tiny/, of whose 274 tokens such a
     model hardly ever draws one."""
-    def load_model(config, device):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(main.HERE / "tiny" / "model")
+    def load_model(config):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "tiny" / "model")
         model_config = transformers.Qwen2Config(
             **SHAPES[shape], max_position_embeddings=32_768, eos_token_id=tokenizer.eos_token_id)
         dtype = torch.bfloat16 if config.model.precision == "bfloat16" else torch.float32
         torch.manual_seed(0)
-        with device:
+        with DEVICE:
             model = transformers.AutoModelForCausalLM.from_config(model_config, dtype=dtype)
         if config.model.gradient_checkpointing:
             model.activation_checkpointing_enable()
@@ -66,28 +86,32 @@ def model_of_shape(shape: str):
     return load_model
 
 
-def random_rewards(trajectories, task, config):
+def random_rewards(answers, task):
     """For main.score: every group has signal, so every row is learned from."""
     stream = random.Random(0)
-    for trajectory in trajectories:
-        trajectory.parts = dict.fromkeys(task.REWARD_WEIGHTS, 0.0)
-        trajectory.reward = stream.random()
+    for answer in answers:
+        answer.parts = dict.fromkeys(task.REWARD_WEIGHTS, 0.0)
+        answer.reward = stream.random()
 
 
 def make_run(arguments: list[str], shape: str | None = None) -> main.Run:
-    """What main.main would train. With a `shape`, its random weights and random rewards."""
-    device, _ = main.setup_distributed()
-    config = main.load_config(arguments)
-    config.model.precision = (config.model.precision
-                              or ("mixed" if device.type == "cuda" else "float32"))
+    """What main.main would train, but for evaluations. With a `shape`, its random weights and
+    random rewards."""
+    join()
+    config = load_config([*arguments, *NEVER_EVALUATE])
     if shape:
         main.load_model, main.score = model_of_shape(shape), random_rewards
-    return main.prepare(config, device, SilentLog())
+    return main.prepare(config, NO_FOLDER, SilentLog())
 
 
-def synchronise(run: main.Run) -> None:
-    main.dist.barrier()
-    if run.device.type == "cuda":
+def never_stop(run: main.Run) -> None:
+    """All answers run to the limit."""
+    run.sampler.generation_config.eos_token_id = [10**9]  # no such token
+
+
+def synchronise() -> None:
+    dist.barrier()
+    if DEVICE.type == "cuda":
         torch.cuda.synchronize()
 
 
@@ -96,38 +120,38 @@ def median(values) -> float:
 
 
 def say(text: str) -> None:
-    if main.RANK == 0:
+    if RANK == 0:
         print(text, flush=True)
 
 
 def finish(result: dict) -> None:
     """The last line is one JSON object. The process ends as main.py does."""
     say(json.dumps(result))
-    main.leave(0)
+    leave(0)
 
 
 # ---------------------------------------------- what the machine can do, and what a step asks of it
 
-def ceilings(device, dtype) -> tuple[float, float]:
+def ceilings(dtype) -> tuple[float, float]:
     """Matrix multiply rate in FLOP/s and copy bandwidth in bytes/s, on all ranks at the same time,
     as they run in a step."""
-    size, megabytes = (8192, 4096) if device.type == "cuda" else (1536, 256)
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    source = torch.empty(megabytes * 2**20, dtype=torch.uint8, device=device).fill_(1)
+    size, megabytes = (8192, 4096) if DEVICE.type == "cuda" else (1536, 256)
+    a, b = (torch.randn(size, size, device=DEVICE, dtype=dtype) for _ in range(2))
+    source = torch.empty(megabytes * 2**20, dtype=torch.uint8, device=DEVICE).fill_(1)
     target = torch.empty_like(source)
-    return (2 * size**3 / fastest(lambda: torch.mm(a, b), device),
-            2 * source.numel() / fastest(lambda: target.copy_(source), device))
+    return (2 * size**3 / fastest(lambda: torch.mm(a, b)),
+            2 * source.numel() / fastest(lambda: target.copy_(source)))
 
 
-def fastest(work, device, times: int = 5) -> float:
+def fastest(work, times: int = 5) -> float:
     seconds = []
     for _ in range(times + 1):
-        main.dist.barrier()
-        started = main.time.perf_counter()
+        dist.barrier()
+        started = time.perf_counter()
         work()
-        if device.type == "cuda":
+        if DEVICE.type == "cuda":
             torch.cuda.synchronize()
-        seconds.append(main.time.perf_counter() - started)
+        seconds.append(time.perf_counter() - started)
     return min(seconds[1:])
 
 
@@ -175,30 +199,17 @@ def sampling_floors(model, trajectories, max_rows: int) -> tuple[float, float]:
             + 4 * config.hidden_size * config.num_hidden_layers * attended)
 
 
-def peak_memory(run, reset: bool) -> float:
-    """Of this rank since the last reset, in GB: its tensors on a GPU, the whole process on
+def peak_memory() -> float:
+    """Of this rank since it was last asked for, in GB: its tensors on a GPU, the whole process on
     Linux."""
-    if run.device.type == "cuda":
+    if DEVICE.type == "cuda":
         peak = torch.cuda.max_memory_allocated()
-        if reset:
-            torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_peak_memory_stats()
         return peak / 1e9
     status = Path("/proc/self/status")
     if not status.exists():
         return float("nan")
     peak = next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines()
                 if line.startswith("VmHWM"))
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")
+    Path("/proc/self/clear_refs").write_text("5")
     return peak / 1e9
-
-
-def never_stop() -> None:
-    """All answers run to the limit."""
-    original = main.make_generation_config
-
-    def make_generation_config(*arguments):
-        generation_config = original(*arguments)
-        generation_config.eos_token_id = [10**9]  # no such token
-        return generation_config
-    main.make_generation_config = make_generation_config

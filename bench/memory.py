@@ -2,7 +2,7 @@
 
     .venv/bin/python bench/memory.py --config my.yaml
         the model's configuration has to be within reach
-    .venv/bin/python bench/memory.py --shape qwen2.5-3b training.num_samples_per_step=32 \
+    .venv/bin/python bench/memory.py --shape qwen2.5-3b training.num_samples_per_step=32 \\
         'training.k_best_of_n=[16,16]'
     .venv/bin/python bench/memory.py --measure --shape small --prompt 48 sampling.max_rows=64
         and a step of it, to compare
@@ -28,17 +28,22 @@ from harness import (
     transformers,
 )
 
+from machinery.cache import ROOM
+from machinery.model import add_adapters
+from machinery.policy import LOGITS_PER_CHUNK
+from machinery.settings import beside_main, load_config
 
-def activations_per_token(model_config, prompt: int, L: int, precision: str) -> tuple[float, float]:
+
+def activations_per_token(config, model_config, prompt: int) -> tuple[float, float]:
     """Bytes that the backward pass needs for a token of a row: of all that is not a layer, and of
     one layer."""
-    kept = []
+    kept, L, precision = [], config.training.max_new_gen_tokens, config.model.precision
     for layers in (1, 2):
-        config = type(model_config).from_dict({
+        small = type(model_config).from_dict({
             **model_config.to_dict(), "num_hidden_layers": layers, "vocab_size": 64,
             "layer_types": None, "eos_token_id": 0, "pad_token_id": 0, "bos_token_id": 0})
         model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16 if precision == "bfloat16" else torch.float32)
+            small, dtype=torch.bfloat16 if precision == "bfloat16" else torch.float32)
         parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
         storages = {}
 
@@ -53,7 +58,7 @@ def activations_per_token(model_config, prompt: int, L: int, precision: str) -> 
                                 [random.randrange(64) for _ in range(L)], "", True)
                 for _ in range(2)]
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            main.Policy(model, 1.0, precision == "mixed")(**main.collate(rows, torch.device("cpu")))
+            main.Policy(model, config)(rows)
         # In mixed precision the weights' casts are kept too, once; they are counted as such.
         casts = (sum(parameter.numel() * 2 for parameter in model.parameters())
                  if precision == "mixed" else 0)
@@ -69,7 +74,7 @@ def forecast(config, model_config, prompt: int) -> dict[str, dict[str, float]]:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(model_config)
         if config.model.lora_rank:
-            main.add_adapters(model, config)
+            add_adapters(model, config)
     weights, head = (sum(parameter.numel() for parameter in model.parameters()),
                      model.get_output_embeddings().weight.numel())
     learning_weights = sum(parameter.numel() for parameter in model.parameters()
@@ -90,17 +95,17 @@ def forecast(config, model_config, prompt: int) -> dict[str, dict[str, float]]:
                   or model_config.hidden_size // model_config.num_attention_heads)
     layers, vocabulary = model_config.num_hidden_layers, model_config.vocab_size
     layer_cache = (2 * model_config.num_key_value_heads * head_width * compute * at_once
-                   * (prompt + L + main.TOKENS_PER_SLICE))
+                   * (prompt + L + ROOM))
     sampling = {"keys and values": layer_cache * layers, "a layer's, while rows leave": layer_cache,
                 "logits": at_once * vocabulary * (compute + 3 * 4)}
 
-    rest, layer = activations_per_token(model_config, prompt, L, precision)
+    rest, layer = activations_per_token(config, model_config, prompt)
     tokens = max(prompt + L, min(training.tokens_per_micro_batch, rows * (prompt + L)))
     kept = rest + layers * layer
     # a layer keeps its input alone, and one at a time is computed again
     if config.model.gradient_checkpointing:
         kept = rest + layers * model_config.hidden_size * compute + layer
-    chunk = min(main.LOGITS_PER_CHUNK, tokens * vocabulary)
+    chunk = min(LOGITS_PER_CHUNK, tokens * vocabulary)
     learning = {"activations": kept * tokens,
                 "logits, a chunk": chunk * (5 * 4 + (2 if compute == 2 else 0)),
                 "gradients of the projection": 0 if config.model.lora_rank else 2 * head * width,
@@ -119,12 +124,10 @@ parser.add_argument("--config", action="append", default=[])
 parser.add_argument("keys", nargs="*", help="section.key=value")
 options = parser.parse_intermixed_args()
 arguments = [*(part for path in options.config for part in ("--config", path)), *options.keys]
-settings = main.load_config(arguments)
-settings.model.precision = (settings.model.precision
-                            or ("mixed" if torch.cuda.is_available() else "float32"))
+settings = load_config(arguments)
 shape = (transformers.Qwen2Config(**SHAPES[options.shape]) if options.shape else
          transformers.AutoConfig.from_pretrained(
-             main.beside_main(settings.model.name)).get_text_config())
+             beside_main(settings.model.name)).get_text_config())
 table = forecast(settings, shape, options.prompt)
 for phase, parts in table.items():
     say(f"{phase}: {sum(parts.values()):.2f} GB")
@@ -136,11 +139,11 @@ say(f"peak: {max(total.values()):.2f} GB, while {max(total, key=total.get)}")
 result = {"forecast_gb": {phase: round(size, 3) for phase, size in total.items()},
           "parts_gb": table}
 if options.measure:
-    never_stop()
     before = (0.0 if torch.cuda.is_available()
               else int(Path("/proc/self/statm").read_text().split()[1])
               * os.sysconf("SC_PAGE_SIZE") / 1e9)
-    run = make_run([*arguments, f"model.precision={settings.model.precision}"], options.shape)
+    run = make_run(arguments, options.shape)
+    never_stop(run)
     from step import measure
     # later steps would show what the first has left on the heap
     measured = measure(run, steps=1, warm_up=0)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from harness import finish, main, make_run, median, never_stop, random_rewards, say, torch
+from harness import dist, finish, main, make_run, median, never_stop, random_rewards, say, torch
 from step import measure
 
 GROUPS, LENGTHS = (4, 8, 16, 32), (64, 128, 256)
@@ -25,19 +25,20 @@ def grid() -> dict[str, dict[str, float]]:
     """Seconds of each phase for each G and L; all answers run to the limit and all are learned
     from."""
     run = make_run(["training.num_samples_per_step=4", "sampling.max_rows=1024"])
-    make_generation_config, score = main.make_generation_config, main.score
-    never_stop()
-    main.score = random_rewards
+    never_stop(run)
+    score, main.score = main.score, random_rewards
     times = {}
     for L in LENGTHS:
         for G in GROUPS:
-            run.config.training.k_best_of_n, run.config.training.max_new_gen_tokens = [G, G], L
+            training = run.config.training.model_copy(
+                update={"k_best_of_n": (G, G), "max_new_gen_tokens": L})
+            run.config = run.config.model_copy(update={"training": training})
             result = measure(run, steps=3)
             times[f"{G} x {L}"] = {key: result[key] for key in ("sample", "learn", "step")}
             say(f"G {G:>3}  L {L:>4}  sample {result['sample']:7.3f} s  "
                 f"learn {result['learn']:7.3f} s  step {result['step']:7.3f} s  "
                 f"{1e3 * result['step'] / (4 * G * L):6.3f} ms a token")
-    main.make_generation_config, main.score = make_generation_config, score
+    main.score = score
     draw(times)
     return times
 
@@ -68,11 +69,11 @@ class ForcedLengths:
         self.length_of, self.stop, self.prompt_time = length_of, stop, 0
         self.read_prompts = main.read_prompts
 
-    def watch_prompts(self, model, ids, mask):
+    def watch_prompts(self, sampler, prompts):
         """In place of main.read_prompts."""
-        if torch.is_inference_mode_enabled():  # sampling, not learning
-            self.prompt_time = ids.shape[1]
-        return self.read_prompts(model, ids, mask)
+        ids, mask, cache = self.read_prompts(sampler, prompts)
+        self.prompt_time = ids.shape[1]
+        return ids, mask, cache
 
     def __call__(self, input_ids, logits):
         generated = input_ids.shape[1] - self.prompt_time
@@ -131,7 +132,7 @@ def ranks() -> list[dict]:
 
 if __name__ == "__main__":
     lengths = mixed_lengths()
-    main.dist.destroy_process_group()
+    dist.destroy_process_group()
     over_ranks = ranks()
     times = grid()
     few, many = (times[f"{G} x {LENGTHS[-1]}"] for G in (GROUPS[0], GROUPS[-1]))

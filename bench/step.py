@@ -2,9 +2,9 @@
 
     .venv/bin/python bench/step.py                                         the default on one rank
     .venv/bin/torchrun --nproc-per-node=2 bench/step.py training.seed=1    any ranks, any keys
-    .venv/bin/python bench/step.py --shape qwen2.5-3b --endless \
+    .venv/bin/python bench/step.py --shape qwen2.5-3b --endless \\
         training.num_samples_per_step=32 'training.k_best_of_n=[16,16]' \\
-        training.max_new_gen_tokens=1024 training.tokens_per_micro_batch=16384 \
+        training.max_new_gen_tokens=1024 training.tokens_per_micro_batch=16384 \\
         model.gradient_checkpointing=true   for a GPU of 80 GB
 
 Sampling is held against its floor: reading the weights once a token and every row's keys and
@@ -14,9 +14,12 @@ gradient over the ranks takes once all have it; where it overlaps with the backw
 pays less."""
 
 import argparse
+import time
 
 from harness import (
+    DEVICE,
     ceilings,
+    dist,
     finish,
     learning_flops,
     main,
@@ -29,33 +32,47 @@ from harness import (
     synchronise,
     torch,
 )
+from torch.nn.utils.rnn import pad_sequence
+
+from machinery.cache import pad_prompts, positions
+from machinery.policy import ROWS_PER_PASS
+from machinery.ranks import WORLD_SIZE
 
 
-def plain_generate(model, rows, generation_config, max_new_tokens, progress):
-    """In place of main.generate_completions: every row reads its own prompt, and none leaves before
-    the last has ended."""
-    time = max(map(len, rows))
-    generation_config.max_new_tokens = max_new_tokens
-    ids = torch.tensor([[0] * (time - len(row)) + row for row in rows], device=model.device)
-    mask = torch.tensor([[0] * (time - len(row)) + [1] * len(row) for row in rows],
-                        device=model.device)
-    new_ids = model.generate(ids, attention_mask=mask,
-                             generation_config=generation_config)[:, time:].tolist()
-    stops = [next((i + 1 for i, token in enumerate(row)
-                   if token in generation_config.eos_token_id), None) for row in new_ids]
+def plain_complete(sampler, prompts, L, bar):
+    """In place of main.complete: every row reads its own prompt, and none leaves before the last
+    has ended."""
+    longest, settings = max(map(len, prompts)), sampler.generation_config
+    settings.max_new_tokens = L
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts],
+                       device=sampler.device)
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts],
+                        device=sampler.device)
+    new_ids = sampler.generate(ids, attention_mask=mask,
+                               generation_config=settings)[:, longest:].tolist()
+    stops = [next((i + 1 for i, token in enumerate(row) if token in settings.eos_token_id), None)
+             for row in new_ids]
     return [row[:stop] for row, stop in zip(new_ids, stops)]
 
 
-def plain_forward(self, prompt_ids, prompt_mask, passes):
+def plain_forward(self, answers):
     """In place of main.Policy.forward: every row reads its own prompt, and all logits are there at
     once, in float32."""
+    prompt_ids, prompt_mask, which = pad_prompts([answer.prompt_ids for answer in answers],
+                                                 self.model.device)
     logprobs, entropies = [], []
-    for rows, completion_ids, completion_mask in passes:
+    for start in range(0, len(answers), ROWS_PER_PASS):
+        rows = which[start:start + ROWS_PER_PASS]
+        completions = [torch.tensor(answer.completion_ids, device=rows.device)
+                       for answer in answers[start:start + ROWS_PER_PASS]]
+        completion_ids = pad_sequence(completions, batch_first=True)
+        completion_mask = pad_sequence([torch.ones_like(each, dtype=torch.bool)
+                                        for each in completions], batch_first=True)
         ids = torch.cat([prompt_ids[rows], completion_ids], 1)
         mask = torch.cat([prompt_mask[rows], completion_mask], 1)
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=self.mixed):
             logits = self.model(input_ids=ids, attention_mask=mask,
-                                position_ids=main.positions(mask), use_cache=False).logits
+                                position_ids=positions(mask), use_cache=False).logits
         every = (logits[:, -completion_ids.shape[1] - 1:-1].float()
                  / self.temperature).log_softmax(-1)
         logprobs.append(every.gather(-1, completion_ids[..., None])[..., 0][completion_mask])
@@ -66,14 +83,14 @@ def plain_forward(self, prompt_ids, prompt_mask, passes):
 def seconds_to_reduce(run) -> float:
     """One sum of the whole gradient over the ranks, when all are ready for it."""
     gradient = torch.zeros(sum(parameter.numel() for parameter in run.model.parameters()),
-                           device=run.device, dtype=next(run.model.parameters()).dtype)
+                           device=DEVICE, dtype=next(run.model.parameters()).dtype)
     seconds = []
     for _ in range(4):
-        synchronise(run)
-        started = main.time.perf_counter()
-        main.dist.all_reduce(gradient)
-        synchronise(run)
-        seconds.append(main.time.perf_counter() - started)
+        synchronise()
+        started = time.perf_counter()
+        dist.all_reduce(gradient)
+        synchronise()
+        seconds.append(time.perf_counter() - started)
     return median(seconds[1:])
 
 
@@ -88,29 +105,29 @@ def measure(run, steps: int, warm_up: int = 1) -> dict:
         original = getattr(main, name)
 
         def call(*arguments):
-            peak_memory(run, reset=True)
+            peak_memory()
             result = original(*arguments)
-            phases[f"{key}_memory_gb"].append(peak_memory(run, reset=True))
+            phases[f"{key}_memory_gb"].append(peak_memory())
             seen[key] = arguments[1] if key == "learn" else result
             return result
         setattr(main, name, call)
         return original
 
-    originals = {"sample_trajectories": remember("sample_trajectories", "sample"),
+    originals = {"sample": remember("sample", "sample"),
                  "policy_gradient": remember("policy_gradient", "learn")}
     floors = {"sample": [], "learn": []}
     flops, bandwidth = ceilings(
-        run.device, torch.float32 if run.config.model.precision == "float32" else torch.bfloat16)
+        torch.float32 if run.config.model.precision == "float32" else torch.bfloat16)
     for i in range(warm_up + steps):
-        synchronise(run)
-        started = main.time.perf_counter()
+        synchronise()
+        started = time.perf_counter()
         main.training_step(run)
-        synchronise(run)
+        synchronise()
         if i < warm_up:
             for values in phases.values():
                 values.clear()
             continue
-        phases["step"].append(main.time.perf_counter() - started)
+        phases["step"].append(time.perf_counter() - started)
         phases["sample"].append(run.log.metrics["seconds/sample"])
         phases["learn"].append(run.log.metrics["seconds/learn"])
         read, done = sampling_floors(run.sampler, seen["sample"], run.config.sampling.max_rows)
@@ -124,7 +141,7 @@ def measure(run, steps: int, warm_up: int = 1) -> dict:
                for phase in floors}
     tokens = sum(len(trajectory.completion_ids) for trajectory in seen["sample"])
     return {**result, "reduce": seconds_to_reduce(run),
-            "tokens_per_second": tokens / result["step"] * main.WORLD_SIZE,
+            "tokens_per_second": tokens / result["step"] * WORLD_SIZE,
             "matmul_gflops": flops / 1e9, "bandwidth_gb_per_second": bandwidth / 1e9}
 
 
@@ -138,11 +155,11 @@ if __name__ == "__main__":
     parser.add_argument("keys", nargs="*",
                         help="section.key=value, or --config files, as for main.py")
     options, more = parser.parse_known_intermixed_args()
-    if options.endless:
-        never_stop()
     if options.plain:
-        main.generate_completions, main.Policy.forward = plain_generate, plain_forward
+        main.complete, main.Policy.forward = plain_complete, plain_forward
     run = make_run([*more, *options.keys], options.shape)
+    if options.endless:
+        never_stop(run)
     result = measure(run, options.steps)
     for phase in ("sample", "learn"):
         say(f"{phase:<8} {result[phase]:8.3f} s   "
@@ -151,7 +168,7 @@ if __name__ == "__main__":
     say(f"reduce   {result['reduce']:8.3f} s   {result['reduce'] / result['step']:6.1%} of a step "
         "if nothing overlapped")
     say(f"step     {result['step']:8.3f} s   {result['tokens_per_second']:8,.0f} completion "
-        f"tokens/s on {main.WORLD_SIZE} ranks   machine: {result['matmul_gflops']:,.0f} GFLOP/s, "
+        f"tokens/s on {WORLD_SIZE} ranks   machine: {result['matmul_gflops']:,.0f} GFLOP/s, "
         f"{result['bandwidth_gb_per_second']:,.0f} GB/s a rank")
-    finish({"ranks": main.WORLD_SIZE, "plain": options.plain, "shape": options.shape,
+    finish({"ranks": WORLD_SIZE, "plain": options.plain, "shape": options.shape,
             **{key: round(value, 4) for key, value in result.items()}})

@@ -9,37 +9,44 @@ import json
 import sys
 import time
 
-from harness import main, make_run, synchronise, torch
+from harness import leave, main, make_run, say, synchronise, torch
+
+from machinery.checkpoints import state_tensors
+from machinery.model import refresh_sampler
+from machinery.ranks import RANK, WORLD_SIZE
+from machinery.settings import beside_main, load_config
+from machinery.tasks import load_questions, load_task
 
 side, steps, arguments = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
 
 
 def ask() -> None:
     if not sys.stdin.readline():
-        main.leave(0)
+        leave(0)
 
 
 def answer(seconds: float, tokens: float, **more) -> None:
-    if main.RANK == 0:
+    if RANK == 0:
         print(json.dumps({"seconds": seconds, "tokens": tokens, **more}), flush=True)
 
 
 def ours() -> None:
     run = make_run(arguments)
-    first = {name: tensor.clone() for name, tensor in main.state_tensors(run).items()}
+    state = state_tensors(run.model, run.optimizer)
+    first = {name: tensor.clone() for name, tensor in state.items()}
     for _ in range(steps):
         ask()
-        for name, tensor in main.state_tensors(run).items():
+        for name, tensor in state.items():
             tensor.copy_(first[name])
-        main.refresh_sampler(run.sampler, run.model)
-        synchronise(run)
+        refresh_sampler(run.sampler, run.model)
+        synchronise()
         started = time.perf_counter()
         main.training_step(run)
-        synchronise(run)
+        synchronise()
         metrics = run.log.metrics
         answer(time.perf_counter() - started,
                metrics["completion_length"] * run.config.training.num_samples_per_step
-               * main.WORLD_SIZE * run.config.training.k_best_of_n[1],
+               * WORLD_SIZE * run.config.training.k_best_of_n[1],
                sample=metrics["seconds/sample"], learn=metrics["seconds/learn"])
 
 
@@ -49,11 +56,11 @@ def trl() -> None:
     import trl
 
     rows_per_pass = int(arguments.pop(0))
-    config = main.load_config(arguments)
+    config = load_config(arguments)
     training, sampling = config.training, config.sampling
-    task = main.load_task(config.task)
-    training_rows, _ = main.load_questions(task, None, config, None)
-    N = training.num_samples_per_step * main.WORLD_SIZE
+    task = load_task(config)
+    training_rows, _ = load_questions(task, None, config, say)
+    N = training.num_samples_per_step * WORLD_SIZE
     # as main.questions takes them
     order = main.epoch_order(len(training_rows), training.seed, 0)[:steps * N]
     rows = [training_rows[i] for i in order]
@@ -87,7 +94,7 @@ def trl() -> None:
     rows_per_rank = training.num_samples_per_step * training.k_best_of_n[1]
     on_gpu = torch.cuda.is_available()
     trainer = trl.GRPOTrainer(
-        model=main.beside_main(config.model.name), reward_funcs=reward, callbacks=[AStepALine()],
+        model=beside_main(config.model.name), reward_funcs=reward, callbacks=[AStepALine()],
         train_dataset=datasets.Dataset.from_list(
             [{"prompt": row["prompt"], "row": json.dumps(row)} for row in rows]),
         args=trl.GRPOConfig(
@@ -109,4 +116,4 @@ def trl() -> None:
 
 
 {"ours": ours, "trl": trl}[side]()
-main.leave(0)
+leave(0)

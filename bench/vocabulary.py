@@ -28,7 +28,7 @@ options = parser.parse_args()
 
 
 def update() -> None:
-    from harness import main, make_run, random, torch
+    from harness import NO_BAR, leave, main, make_run, random, torch
 
     rows_at_once = {"pairs": 2, "frugal": 1}.get(options.side, options.rows)
     run = make_run(
@@ -50,7 +50,7 @@ def update() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.perf_counter()
     if options.side != "full":
-        main.policy_gradient(run.policy, trajectories, run.config, run.device, lambda *_: None)
+        main.policy_gradient(run, trajectories, NO_BAR)
     else:
         ids = torch.tensor([t.prompt_ids + t.completion_ids for t in trajectories])
         logprobs = run.model(input_ids=ids).logits.float().log_softmax(-1)[:, 15:-1].gather(
@@ -62,7 +62,7 @@ def update() -> None:
     torch.save([parameter.grad for parameter in run.model.parameters()], options.gradient)
     print(json.dumps({"peak_gb": peak * 1024 / 1e9, "before_gb": before * 1024 / 1e9,
                       "seconds": seconds}), flush=True)
-    main.leave(0)
+    leave(0)
 
 
 def compare() -> None:

@@ -5,13 +5,23 @@ import json
 
 import pytest
 import torch
-from conftest import VOCABULARY, make_config, make_model, make_trajectories, run_script
+from conftest import (
+    NO_BAR,
+    VOCABULARY,
+    make_config,
+    make_model,
+    make_policy,
+    make_trajectories,
+    run_script,
+)
 from processes import ROOT, ranks
 from test_sampling import PROMPTS, sample
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.cache_utils import DynamicLayer
 
 import main
+from machinery import policy
+from machinery.cache import ROOM, RoomyLayer
 
 
 def tokens_read(model):
@@ -37,15 +47,15 @@ def test_sampling_reads_each_prompt_once_and_finished_answers_no_further(monkeyp
 
 
 def test_learning_reads_each_prompt_once_a_micro_batch_and_pads_little(one_rank, monkeypatch):
-    monkeypatch.setattr(main, "ROWS_PER_PASS", 4)
+    monkeypatch.setattr(policy, "ROWS_PER_PASS", 4)
     trajectories = [main.Trajectory({}, PROMPTS[i // 16], t.completion_ids, "", False,
                                     advantage=1.0)
                     for i, t in enumerate(make_trajectories(48, longest=40))]
     model = make_model()
     shapes = tokens_read(model)
-    policy = DistributedDataParallel(main.Policy(model, 1.0, mixed=False))
-    main.policy_gradient(policy, trajectories, make_config(training__tokens_per_micro_batch=10_000),
-                         one_rank, lambda *_: None)
+    run = make_policy(model, make_config(model__precision="float32",
+                                         training__tokens_per_micro_batch=10_000))
+    main.policy_gradient(run, trajectories, NO_BAR)
     assert shapes[0] == (len(PROMPTS), max(map(len, PROMPTS)) - 1)
     assert len(shapes) == 1 + 48 // 4
     useful = sum(len(trajectory.completion_ids) for trajectory in trajectories)
@@ -67,16 +77,15 @@ class LargestTensor(TorchDispatchMode):
 
 def test_logits_for_all_tokens_never_exist_at_once(one_rank, monkeypatch):
     vocabulary, chunk = 5000, 5000 * 40
-    monkeypatch.setattr(main, "LOGITS_PER_CHUNK", chunk)
+    monkeypatch.setattr(policy, "LOGITS_PER_CHUNK", chunk)
     trajectories = make_trajectories(32, longest=60)
     tokens = sum(len(t.completion_ids) for t in trajectories)
     model = make_model(vocab_size=vocabulary)
     assert tokens * vocabulary > 10 * chunk
-    policy = DistributedDataParallel(main.Policy(model, 1.0, mixed=False))
+    run = make_policy(model, make_config(model__precision="float32",
+                                         training__tokens_per_micro_batch=10**6))
     with LargestTensor() as largest:
-        main.policy_gradient(policy, trajectories,
-                             make_config(training__tokens_per_micro_batch=10**6),
-                             one_rank, lambda *_: None)
+        main.policy_gradient(run, trajectories, NO_BAR)
     # The weights' gradient, all in one in DDP's bucket, and a chunk are the largest.
     assert largest.numel == max(chunk, sum(parameter.numel() for parameter in model.parameters()))
     with LargestTensor() as largest:
@@ -84,19 +93,27 @@ def test_logits_for_all_tokens_never_exist_at_once(one_rank, monkeypatch):
     assert largest.numel >= 50 * vocabulary  # it does see logits where they are
 
 
-def test_keys_and_values_are_not_copied_for_each_token():
-    layer = main.RoomyLayer(main.DynamicLayer())
-    layer.keys, layer.values = torch.randn(2, 1, 5, 4), torch.randn(2, 1, 5, 4)
-    expected = [layer.keys[[1, 0, 1]], layer.values[[1, 0, 1]]]
-    layer.batch_select_indices(torch.tensor([1, 0, 1]))
-    places = set()
-    for _ in range(main.TOKENS_PER_SLICE):
-        new = [torch.randn(3, 1, 1, 4), torch.randn(3, 1, 1, 4)]
+@pytest.mark.parametrize("rows", [[1, 0, 1], None])  # None: nobody has made room yet
+def test_keys_and_values_are_not_copied_for_each_token(rows):
+    """Only once in `ROOM` tokens, where there is no room left."""
+    held = DynamicLayer()
+    held.keys, held.values = torch.randn(2, 1, 5, 4), torch.randn(2, 1, 5, 4)
+    before = expected = [held.keys.clone(), held.values.clone()]
+    layer, places = RoomyLayer(held), []
+    if rows:
+        layer.batch_select_indices(torch.tensor(rows))
+        expected = [each[rows] for each in expected]
+    for _ in range(3 * ROOM):
+        new = [torch.randn(*expected[0].shape[:2], 1, 4) for _ in range(2)]
         keys, values = layer.update(*new)
         expected = [torch.cat(pair, dim=2) for pair in zip(expected, new)]
         assert torch.equal(keys, expected[0]) and torch.equal(values, expected[1])
-        places.add((keys.data_ptr(), values.data_ptr()))
-    assert len(places) == 1 and layer.get_seq_length() == 5 + main.TOKENS_PER_SLICE
+        places.append((keys.data_ptr(), values.data_ptr()))
+    for which in (0, 1):  # keys move when they have to, and so do values
+        moved = [t for t in range(1, 3 * ROOM) if places[t][which] != places[t - 1][which]]
+        assert moved == [ROOM, 2 * ROOM]
+    assert layer.get_seq_length() == 5 + 3 * ROOM
+    assert torch.equal(held.keys, before[0]) and torch.equal(held.values, before[1])
 
 
 @pytest.mark.parametrize("command", [
@@ -130,7 +147,7 @@ def test_each_measurement_runs_and_ends_with_one_json_line(command):
 
 
 @pytest.mark.mathematics
-def test_plain_sampling_and_learning_do_the_same_work(one_rank, monkeypatch):
+def test_plain_sampling_and_learning_do_the_same_work(monkeypatch):
     """What the bench compares with is right itself: greedy answers are the same, and so are the
     log-probabilities."""
     monkeypatch.syspath_prepend(ROOT / "bench")
@@ -139,9 +156,10 @@ def test_plain_sampling_and_learning_do_the_same_work(one_rank, monkeypatch):
     model = make_model(spread=0.25)
     settings = {"sampling__top_k": 1, "training__max_new_gen_tokens": 12}
     expected = [t.completion_ids for t in sample(model, PROMPTS, 2, **settings)]
-    monkeypatch.setattr(main, "generate_completions", step.plain_generate)
+    monkeypatch.setattr(main, "complete", step.plain_complete)
     assert [t.completion_ids for t in sample(model, PROMPTS, 2, **settings)] == expected
-    batch = main.collate(make_trajectories(8), one_rank)
-    policy = main.Policy(model, 0.7, mixed=False)
-    for ours, plain in zip(policy(**batch), step.plain_forward(policy, **batch)):
+    answers = make_trajectories(8)
+    learner = main.Policy(model, make_config(model__precision="float32",
+                                             sampling__temperature=0.7))
+    for ours, plain in zip(learner(answers), step.plain_forward(learner, answers), strict=True):
         assert torch.allclose(ours, plain, atol=1e-5)
