@@ -22,9 +22,9 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 port=$((10000 + SLURM_JOB_ID % 20000))  # another for each job, as two may share a machine
 first_machine=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
-# SIGTERM comes with a preemption, and 120 seconds before the time is up. The trainer saves its last
-# step if 20 seconds are enough for that; started again, it goes on from there, or else from its
-# last periodic checkpoint.
+# SIGTERM comes with a preemption, and 120 seconds before the time is up. The trainer ends its step
+# and saves it, if torchrun's 30 seconds are enough for that; started again, it goes on from there,
+# or else from its last periodic checkpoint.
 requeue() {
     kill -TERM "$trainer"
     wait "$trainer"
