@@ -1,0 +1,122 @@
+"""The house: what lives in which room, which way imports point, and how large a room may grow."""
+
+import ast
+import re
+import subprocess
+
+import pytest
+from processes import ROOT
+
+MACHINERY = sorted((ROOT / "machinery").glob("*.py"))
+ROOMS = [ROOT / "main.py", ROOT / "logger.py", ROOT / "countdown.py", *MACHINERY]
+LINES = {"main.py": 450, "logger.py": 380, "countdown.py": 260}
+LINES_OF_MACHINERY, LINES_OF_A_FILE, FILES, COLUMNS = 1200, 200, 12, 100
+
+
+def imported(path) -> set[str]:
+    """The rooms that a room imports, at its top or anywhere inside."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return {name for name in names if name and (ROOT / f"{name.replace('.', '/')}.py").exists()}
+
+
+def room(path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def test_imports_point_one_way_and_in_no_circle():
+    needs = {room(path): imported(path) for path in ROOMS}
+    assert not needs["countdown"]
+    assert needs["logger"] and all(name.startswith("machinery.") for name in needs["logger"])
+    for path in MACHINERY:
+        assert all(name.startswith("machinery.") for name in needs[room(path)]), path.name
+    assert "logger" in needs["main"] and "countdown" not in needs["main"]
+    below: list[str] = []  # each room after all that it imports
+    while len(below) < len(needs):
+        free = [name for name in needs if name not in below and needs[name] <= set(below)]
+        assert free, f"a circle: {set(needs) - set(below)}"
+        below += free
+    assert below[-1] == "main"
+
+
+def test_every_room_keeps_to_its_budget():
+    lines = {room(path): len(path.read_text().splitlines()) for path in ROOMS}
+    for name, most in LINES.items():
+        assert lines[name.removesuffix(".py")] <= most, name
+    sizes = [lines[room(path)] for path in MACHINERY]
+    assert max(sizes) <= LINES_OF_A_FILE and sum(sizes) <= LINES_OF_MACHINERY
+    assert len(list((ROOT / "machinery").glob("*.*"))) <= FILES
+    assert len(list(ROOT.glob("*.py"))) == 3  # no fourth
+
+
+def test_no_line_is_too_wide_and_no_function_longer_than_a_screen():
+    """In code, YAML and Markdown: code and page stand side by side on a laptop."""
+    tracked = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+                             cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+    suffixes = (".py", ".yaml", ".md", ".toml", ".sh", ".example", "/run")
+    paths = {ROOT / name for name in tracked if name.endswith(suffixes)} & set(ROOT.rglob("*"))
+    for path in {*paths, *ROOMS}:
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            # The commands of the Quickstart are one line each, to be pasted as one.
+            assert len(line) <= COLUMNS or line.startswith("python3 -m venv .venv && "), (
+                f"{path.relative_to(ROOT)}:{number}")
+    for path in ROOMS:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno - node.lineno < 60, (path.name, node.name)
+
+
+def test_nothing_in_the_machinery_learns_and_no_room_hides_code():
+    for path in ROOMS:
+        tree = ast.parse(path.read_text())
+        calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        assert not {"exec", "eval", "compile"} & {call.id for call in calls
+                                                  if isinstance(call, ast.Name)}, path.name
+        assert not re.search(r";\s*$|;\s+\w+ =", path.read_text(), re.MULTILINE), path.name
+    for path in MACHINERY:
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef) and function.name != "warm_up":
+                attributes = {node.func.attr for node in ast.walk(function) if isinstance(
+                    node, ast.Call) and isinstance(node.func, ast.Attribute)}
+                assert not attributes & {"backward", "step"}, (path.name, function.name)
+
+
+@pytest.mark.parametrize("path", MACHINERY, ids=lambda path: path.name)
+def test_the_first_line_of_each_room_says_what_to_believe(path):
+    first = ast.get_docstring(ast.parse(path.read_text())).splitlines()[0]
+    assert len(first) > 30 and path.read_text().startswith('"""')
+    if path.name != "__init__.py":
+        assert f"machinery/{path.name}" in (ROOT / "README.md").read_text()
+
+
+def test_the_seven_numbers_of_the_head_stand_over_the_sections_and_in_training_step():
+    source = (ROOT / "main.py").read_text()
+    head = ast.get_docstring(ast.parse(source))
+    steps = re.findall(r"^  (\d)\. .*  (\w+)$", head, re.MULTILINE)
+    assert [number for number, _ in steps] == list("1234567")
+    sections = dict(re.findall(r"^# -+ (\d)\. (.*?)(?=^# --)", source, re.MULTILINE | re.DOTALL))
+    assert list(sections) == list("1234567")
+    assert all(f"\ndef {function}(" in sections[number] for number, function in steps)
+    body = source[source.index("def training_step"):]
+    places = re.findall(r"# (\d)\.$", body[:body.index("\ndef ")], re.MULTILINE)
+    assert places == list("1234567")
+
+
+def test_the_readmes_tour_goes_through_main_py_in_its_order():
+    source = (ROOT / "main.py").read_text()
+    tour = (ROOT / "README.md").read_text().split("## A tour")[1].split("`machinery/` is")[0]
+    chapters = re.findall(r"^- \*\*(.*?)\*\*:", tour, re.MULTILINE)
+    assert chapters == re.findall(r"^# -+ (.*)$", source, re.MULTILINE)
+    bounds = [source.index(f"- {chapter}\n") for chapter in chapters] + [len(source)]
+    for chapter, start, end in zip(chapters, bounds, bounds[1:]):
+        item = tour.split(f"**{chapter}**")[1].split("\n- ")[0]
+        names = [name for name in re.findall(r"`(\w+)`", item)
+                 if re.search(rf"^(def|class) {name}\b", source, re.MULTILINE)]
+        assert names
+        for name in names:
+            place = re.search(rf"^(def|class) {name}\b", source, re.MULTILINE).start()
+            assert start < place < end or name == "Trajectory", (chapter, name)
