@@ -228,10 +228,14 @@ def test_ctrl_c_saves_the_step_and_a_second_one_ends_the_run_at_once(how, code, 
 
 
 def stop_a_forked_child():
+    readable, writable = os.pipe()
     with stop_signals():
         child = os.fork()
         if child == 0:
+            os.write(writable, b"here")  # a signal that comes sooner is lost in the fork
             time.sleep(100)
+            os._exit(0)
+        os.read(readable, 4)
         os.kill(child, signal.SIGTERM)
         _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGTERM
