@@ -41,6 +41,8 @@ def stop_signals():
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    if came:  # while the last step was saved: there is no step to wait for any more
+        os.kill(os.getpid(), came[0])
 
 
 def launch(main: Callable[[list[str]], None], arguments: list[str] | None = None) -> NoReturn:

@@ -196,10 +196,10 @@ def test_sigterm_in_any_phase_saves_that_step_and_the_next_start_goes_on(learnin
         result = interrupted(2, strike, folder, *steps)
         assert result.codes == [128 + signal.SIGTERM] * 2, (strike, result.stderr)
         assert_stopped(result, folder, saved)
-    # Where the last step is being saved the run is over, and ends as it would have.
+    # While the last step is being saved there is no other to wait for.
     strike = {"rank": 0, "point": "saving: tensors", "passing": 1, "how": "stop"}
     result = interrupted(2, strike, folder, *steps)
-    assert set(result.codes) <= {0, -signal.SIGTERM}, result.stderr
+    assert set(result.codes) == {-signal.SIGTERM}, result.stderr
     assert without_files(outcome(folder / "a")) == without_files(expected)
     result = interrupted(2, {}, folder, *steps)
     assert "this run has finished before" in result.stdout
