@@ -395,8 +395,10 @@ def train(run: Run) -> None:
     """From where the run stands to its last step. A step ends with its evaluation, and is saved
     after it, so that going on from there repeats nothing."""
     training, bad_steps = run.config.training, 0
-    if run.step == 0:
-        evaluation_step(run)
+    if run.step == 0 or run.step >= training.max_steps:  # which may be where it was once stopped
+        evaluated = "eval/solved" in (run.log.history or [{}])[-1]  # rank 0 knows
+        if over_ranks([not evaluated], dist.ReduceOp.MIN) == [1]:
+            evaluation_step(run)
     with stop_signals() as stop_requested:  # SIGTERM, SIGINT and SIGHUP wait for the end of a step
         while run.step < training.max_steps:
             bad_steps = 0 if training_step(run) else bad_steps + 1

@@ -39,7 +39,7 @@ class RunFolder:
         return self
 
     def __exit__(self, *_):
-        if RANK == 0:
+        if self.lock:
             self.lock.close()
 
     def writing(self):
@@ -58,8 +58,7 @@ class RunFolder:
                 raise UserError(f"{self.path} is in use by {lock.read()}: wait for its end, or set "
                                 "run.name to another name") from None
             lock.truncate(0)
-            lock.write(f"process {os.getpid()} on {socket.gethostname()}")
-            lock.flush()
+            print(f"process {os.getpid()} on {socket.gethostname()}", end="", file=lock, flush=True)
             return lock
 
     def _find_checkpoint(self) -> tuple[Path, int, dict] | None:
@@ -165,15 +164,17 @@ def newest_checkpoint(folder: Path, is_ours: bool) -> tuple[Path, int, dict] | N
     """The newest complete one of a run, or `folder` itself if it is one: its path, this rank, its
     state.json. A damaged one of ours is set aside, under a name that says so."""
     for path in find_checkpoints(folder) or [folder]:
-        with suppress(OSError, ValueError, SafetensorError):
+        with suppress(OSError, ValueError, TypeError, SafetensorError):
             state = json.loads((path / "state.json").read_text(encoding="utf-8"))
             with safe_open(path / "tensors.safetensors", "pt"):  # refuses what is cut or garbled
-                if {"step", "best", "num_ranks", "config", "log"} <= state.keys():
+                if {"step", "best", "num_ranks", "config", "log"} <= set(state):
                     return path, RANK, state
         if path != folder and is_ours:
             print(f"warning: {path} is damaged and is set aside", file=sys.stderr)
+            aside = path.with_name(f"damaged-{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)  # of an earlier time
             with suppress(FileNotFoundError):  # another machine that shares the folder was quicker
-                path.rename(path.with_name(f"damaged-{path.name}"))
+                path.rename(aside)
     return None
 
 

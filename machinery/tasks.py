@@ -59,8 +59,7 @@ def encode_prompt(row: dict, task, tokenizer, config: Config) -> list[int]:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     if not text.rstrip().endswith(reply_start):  # some templates open the thinking themselves
         text += reply_start
-    # The template has put the special tokens in.
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has added them
 
 
 def load_questions(task, tokenizer, config: Config, say) -> tuple[list[dict], list[dict]]:

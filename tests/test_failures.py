@@ -397,6 +397,21 @@ def test_going_on_with_other_settings(tmp_path, capsys):
             if "reward" in entry] == [1, 2, 3, 4]
 
 
+def test_a_run_that_ends_where_it_was_once_stopped_is_evaluated_there(tmp_path, capsys):
+    """Also a branch that begins at its end, and a run whose metrics someone has deleted."""
+    settings = [*TINY, "checkpoint.every=1", "checkpoint.keep=3", f"run.dir={tmp_path}"]
+    assert start([*settings, "training.max_steps=3"]) == 0
+    earlier = f"run.resume={tmp_path / 'a' / 'checkpoints' / 'step-000002'}"
+    assert start([*settings, "run.name=b", earlier, "training.max_steps=2"]) == 0
+    (tmp_path / "a" / "metrics.jsonl").unlink()
+    assert start([*settings, "training.max_steps=3"]) == 0
+    for name, step in (("a", 3), ("b", 2)):
+        entries = read_jsonl(tmp_path / name / "metrics.jsonl")
+        assert entries[-1]["step"] == step and "eval/solved" in entries[-1]
+        assert json.loads((tmp_path / name / "summary.json").read_text())["steps"] == step
+    assert (tmp_path / "b" / "best").resolve().name == "best-000002"
+
+
 def test_a_key_that_is_younger_than_the_checkpoint_is_said(tmp_path, capsys):
     """Nobody knows what it stood for then, and config.yaml may have been edited since."""
     settings = [*TINY, "checkpoint.every=1", f"run.dir={tmp_path}"]

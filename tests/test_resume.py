@@ -264,7 +264,8 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_goes_on_to_the_sam
         path.write_bytes(random.Random(path.name).randbytes(path.stat().st_size))
 
     for name in names:
-        for damage in (truncate, garble, lambda path: path.write_bytes(b""),
+        for damage in (truncate, garble, lambda path: path.write_text("[]"),
+                       lambda path: path.write_bytes(b""),
                        lambda path: path.unlink()):
             shutil.rmtree(tmp_path / "damaged", ignore_errors=True)
             shutil.copytree(tmp_path / "whole" / "a", tmp_path / "damaged" / "a", symlinks=True)
