@@ -127,8 +127,8 @@ class RunFolder:
     def save_best(self, run, metrics: dict[str, float]) -> None:
         """The model as a folder that `from_pretrained` reads, to which the link `best` points."""
         path, others = self.path / f"best-{run.step:06d}", list(self.path.glob("best-*"))
-        if path in others:  # of a process that was killed before it could save its step
-            path = path.with_name(f"{path.name}-{len(others) + 1}")
+        while path in others:  # of processes that were killed before they could save this step
+            path = path.with_name(f"{path.name}-2")
         with self.writing():
             with appearing(path) as folder:
                 merge = self.config.model.lora_rank and self.config.model.lora_merged

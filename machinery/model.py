@@ -106,9 +106,9 @@ def generate_continuously(sampler, prompts: list[list[int]], num_answers: int,
     settings.num_return_sequences = num_answers
     wanted = len(prompts) * num_answers
     at_once = min(config.sampling.max_rows, wanted)
-    batching = transformers.ContinuousBatchingConfig(max_requests_per_batch=at_once,
-                                        max_batch_tokens=max(2 * at_once, 256),
-                                        seed=int(torch.randint(2**31, ())))
+    batching = transformers.ContinuousBatchingConfig(
+        max_requests_per_batch=at_once, max_batch_tokens=max(2 * at_once, 256),
+        seed=int(torch.randint(2**31, ())))
     # As much memory as these may need; left to itself it would take nearly all that is free.
     longest = max(map(len, prompts)) + settings.max_new_tokens
     batching.num_blocks = at_once * math.ceil(longest / batching.page_size)

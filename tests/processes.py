@@ -40,6 +40,12 @@ class Result(NamedTuple):
     stderr: str
 
 
+def inherited() -> dict[str, str]:
+    """What a process that a test starts has of the environment: no MLflow server, and no hub."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("MLFLOW")}
+    return {**kept, "HF_HUB_OFFLINE": "1"}
+
+
 def ranks(num_ranks: int, work, *arguments, cwd: Path = ROOT, **environment) -> Result:
     """`work(*arguments)` on each of so many ranks; `work` is a function at the top of a test
     file."""
@@ -47,11 +53,10 @@ def ranks(num_ranks: int, work, *arguments, cwd: Path = ROOT, **environment) -> 
     context.set_forkserver_preload(IMPORTED)
     # any free port
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = {key: value for key, value in os.environ.items() if not key.startswith("MLFLOW")} | {
+    shared = inherited() | {
         "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
-        "HF_HUB_OFFLINE": "1", **environment}
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", **environment}
     with tempfile.TemporaryDirectory() as folder:
         outputs = [[Path(folder, f"{stream}-{rank}") for stream in ("stdout", "stderr")]
                    for rank in range(num_ranks)]
@@ -113,14 +118,13 @@ def torchrun(num_ranks: int, *arguments, torchrun_options=(),
 
 def run(*command, cwd: Path = ROOT, **environment) -> subprocess.CompletedProcess:
     """A command to its end, with all that it has said."""
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith("MLFLOW")}
     with tempfile.TemporaryDirectory() as folder:
         outputs = Path(folder, "stdout"), Path(folder, "stderr")
         with open(outputs[0], "w") as stdout, open(outputs[1], "w") as stderr:
             process = subprocess.Popen(
                 list(map(str, command)), cwd=cwd,
                 stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
-                env={**inherited, "HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1", **environment})
+                env={**inherited(), "PYTHONFAULTHANDLER": "1", **environment})
             with stacks_on_the_way_out([process.pid], outputs):
                 process.wait()
         return subprocess.CompletedProcess(command, process.returncode,

@@ -412,6 +412,16 @@ def test_a_run_that_ends_where_it_was_once_stopped_is_evaluated_there(tmp_path, 
     assert (tmp_path / "b" / "best").resolve().name == "best-000002"
 
 
+def test_folders_that_killed_processes_have_left_are_never_in_the_way_of_best(tmp_path):
+    for name in ("best-000000", "best-000000-3"):
+        (tmp_path / "a" / name).mkdir(parents=True)
+        (tmp_path / "a" / name / "model.safetensors").touch()
+    assert start([*TINY, "training.max_steps=0", f"run.dir={tmp_path}"]) == 0
+    best, = (tmp_path / "a").glob("best-*")
+    assert (tmp_path / "a" / "best").resolve() == best.resolve()
+    assert (best / "model.safetensors").stat().st_size > 0
+
+
 def test_a_key_that_is_younger_than_the_checkpoint_is_said(tmp_path, capsys):
     """Nobody knows what it stood for then, and config.yaml may have been edited since."""
     settings = [*TINY, "checkpoint.every=1", f"run.dir={tmp_path}"]
