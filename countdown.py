@@ -71,9 +71,10 @@ def read_rows(dataset: str, max_rows: int | None, name: str | None = None) -> li
             raise ValueError(f"data.dataset: the folder {dataset!r} holds no .parquet or .jsonl "
                              "file")
     # a file name is never looked up on the hub
-    elif path.suffix in (".parquet", ".jsonl") or path.is_file():
+    elif (path.suffix in (".parquet", ".jsonl") or path.is_file() or len(path.parts) > 2
+          or dataset.startswith((".", "/", "~", "runs/"))):
         if not path.is_file():
-            raise ValueError(f"data.dataset: there is no file {dataset!r}")
+            raise ValueError(f"data.dataset: there is no file or folder {dataset!r}")
         files = [path]
     else:
         files = []

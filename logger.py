@@ -4,13 +4,12 @@
     runs/<name>/metrics.jsonl    one object per step and per evaluation
     runs/<name>/samples.jsonl    the answers of each evaluation with their rewards
     runs/<name>/curves.png       accuracy, reward, length and the like over the steps
-    runs/<name>/summary.json     how it began, how it ended, what was best; also the last line shown
-
-Beside them lie runs/<name>/checkpoints/ and the link runs/<name>/best: machinery/checkpoints.py.
+    runs/<name>/summary.json     how it began, how it ended, what was best
+    runs/<name>/error-0.txt      what has ended it, where one line could not hold all
 """
 
 import contextlib
-import importlib.util
+import io
 import json
 import logging
 import os
@@ -18,25 +17,27 @@ import re
 import shlex
 import shutil
 import sys
+import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import yaml
+from tqdm import tqdm
 
-from machinery.errors import Stopped, UserError, is_out_of_memory
+from machinery.errors import LOWER, Stopped, UserError, is_out_of_memory, said, shortened, visible
 from machinery.ranks import DEVICE, RANK, WORLD_SIZE
-from machinery.settings import flatten
+from machinery.settings import ROOT, flatten
 
-HERE = Path(__file__).resolve().parent
+tqdm.monitor_interval = 0  # no thread of its own
 SECONDS_BETWEEN_PROGRESS_LINES = 30  # where stdout is not a terminal
 SECONDS_BETWEEN_DRAWINGS = 60
 SECONDS_TO_END_MLFLOW = {"FINISHED": 60, "FAILED": 5, "KILLED": 5}  # what it has not been told yet
 KEPT = ("metrics.jsonl", "samples.jsonl")  # they grow, and are cut back when a run goes on
 REMEDIES = {  # where memory runs out in a phase: what costs least first
+    "score": "it is the task's reward that needs it",
     "read": "take a smaller model, or lower data.max_rows ({data.max_rows})",
-    "prepare": "set model.lora_rank ({model.lora_rank}) to 32, say, or model.precision "
-               "({model.precision}) to bfloat16, or take a smaller model",
+    "prepare": "set model.lora_rank ({model.lora_rank}) to 32, say, or take a smaller model",
     "sample": "lower sampling.max_rows ({sampling.max_rows}), then training.max_new_gen_tokens "
               "({training.max_new_gen_tokens})",
     "learn": "lower training.tokens_per_micro_batch ({training.tokens_per_micro_batch}), then set "
@@ -53,29 +54,26 @@ class Logger:
         self.history: list[dict] = []  # what metrics.jsonl holds
         self.seconds: dict[str, float] = {}  # of each phase when it last ran
         self.started = self.drawn = time.time()
-        self.is_terminal = sys.stdout.isatty()
+        self.is_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         self.mlflow: ThreadPoolExecutor | None = None  # see `_tell_mlflow`
-        self.mlflow_run_id: str | None = None
-        if RANK == 0:
-            sys.stdout.reconfigure(line_buffering=True)
+        self.say(f"reading {config.model.name}, and the data of {config.task.name} ...")
 
     def __enter__(self):
         return self
 
     def __exit__(self, kind, error, traceback):
-        stopped = isinstance(error, Stopped)
-        if stopped and RANK == 0:
+        if isinstance(error, Stopped) and RANK == 0:
             saved = f"saved up to {self.folder.saved}; the same command goes on from there"
             print(f"\nstopped by {error.args[0].name}; "
-                  f"{saved if self.folder.saved else 'nothing is saved yet'}")
-        self._end_mlflow("KILLED" if stopped else "FAILED")
+                  f"{saved if self.folder.saved else 'nothing is saved yet'}", file=sys.stderr)
+        self._end_mlflow("KILLED" if isinstance(error, Stopped) else "FAILED")
 
     def start(self, run) -> None:
         if RANK != 0:
             return
         settings = self.config.model_dump(mode="json")
         settings["run"]["name"] = self.path.name
-        bookmark = {"seconds": 0, "bytes": dict.fromkeys(KEPT, 0), "mlflow_run_id": None}
+        bookmark = {"seconds": 0, "bytes": dict.fromkeys(KEPT, 0)}
         with self.folder.writing():
             (self.path / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
             (self.path / "summary.json").unlink(missing_ok=True)
@@ -83,71 +81,78 @@ class Logger:
                 bookmark = self._go_on(*self.folder.checkpoint)
             self.started -= bookmark["seconds"]
             for name in KEPT:
-                self._cut_back(name, bookmark["bytes"][name])
-        with open(self.path / "metrics.jsonl", encoding="utf-8") as file:
-            self.history = [json.loads(line) for line in file]
-        for section, keys in settings.items():
-            print(f"{section}: " + ", ".join(f"{key}={value}" for key, value in keys.items()))
-        parameters = sum(parameter.numel() for parameter in run.model.parameters())
-        print(f"{parameters / 1e6:,.1f} M parameters on {WORLD_SIZE} x {DEVICE.type}; "
-              f"{len(run.training_rows):,} questions to train on, {len(run.validation_rows):,} "
-              f"held out; files in {self.path}")
+                self._cut_back(self.path / name, bookmark["bytes"][name])
+            lines = (self.path / "metrics.jsonl").read_text(errors="replace").splitlines()
+        for line in lines:
+            with contextlib.suppress(ValueError):  # one that someone has cut
+                self.history += [json.loads(line)] if line.startswith('{"step": ') else []
+        parameters = sum(parameter.numel() for parameter in run.model.parameters()) / 1e6
+        N, (_, G) = self.config.training.num_samples_per_step, self.config.training.k_best_of_n
+        print(_block(f"{parameters:,.1f} M parameters on {WORLD_SIZE} x {DEVICE.type}; "
+                     f"{len(run.training_rows):,} questions to train on, {N} x {WORLD_SIZE} a step "
+                     f"with {G} answers each, and {len(run.validation_rows):,} held out; "
+                     f"every setting is in {self.path / 'config.yaml'}"))
         if self.config.logging.mlflow:
             self.mlflow = ThreadPoolExecutor(max_workers=1)
-            self._tell_mlflow(self._start_mlflow, bookmark["mlflow_run_id"])
+            self._tell_mlflow(self._start_mlflow)
 
     def _go_on(self, path: Path, rank: int, saved: dict) -> dict:
-        """Says from where; returns where our files stood."""
-        bookmark, origin, told = saved["log"], path.parent.parent, self.path / ".mlflow"
+        bookmark, origin = saved["log"], path.parent.parent
         branches = origin.resolve() != self.path.resolve()
-        if branches:  # into an MLflow run of its own
-            bookmark["mlflow_run_id"] = None
-        elif told.exists():  # at times MLflow has told us only after the checkpoint
-            bookmark["mlflow_run_id"] = told.read_text()
+        if not branches and not (self.path / "best").exists():
+            print(f"warning: {self.path / 'best'} is missing; the next evaluation makes another")
         print(f"going on from {path}")
         for change in self.folder.changes:
             print(f"changed since the checkpoint: {change}")
         if saved["num_ranks"] != WORLD_SIZE:
-            print(f"{WORLD_SIZE} ranks now, {saved['num_ranks']} at the checkpoint: the questions "
-                  "stay the same, the answers that are sampled will differ")
+            print(f"{WORLD_SIZE} ranks now, {saved['num_ranks']} then: other answers are sampled")
         if saved["step"] >= self.config.training.max_steps:
-            print("this run has finished before: raise training.max_steps to go on with it, or set "
-                  "run.name to a new name to run it anew")
-        for name in KEPT:
-            if branches and not (self.path / name).exists() and (origin / name).exists():
+            print("this run has finished before: raise training.max_steps, or set run.name anew")
+        for name in KEPT if branches else ():
+            if not (self.path / name).exists() and (origin / name).exists():
                 shutil.copyfile(origin / name, self.path / name)
         return bookmark
 
-    def _cut_back(self, name: str, size: int) -> None:
-        with open(self.path / name, "ab") as file:
+    def _cut_back(self, path: Path, size: int) -> None:
+        with open(path, "ab+") as file:
             if file.tell() < size:
-                print(f"warning: {self.path / name} is shorter than at the checkpoint; what it has "
-                      "lost is not made up for")
-            file.truncate(min(size, file.tell()))
+                print(f"warning: {path} has lost a part, which is not made up for")
+                file.seek(0)
+                size = file.read().rfind(b"\n") + 1  # whole lines
+            file.truncate(size)
+
+    def evaluated(self, step: int) -> bool:
+        return any(entry["step"] == step and "eval/solved" in entry for entry in self.history)
 
     def bookmark(self) -> dict:
         """Where our files stand, safely on disk, for `start` to cut them back to."""
         for name in KEPT:
-            with open(self.path / name, "rb") as file:
+            with open(self.path / name, "ab") as file:
                 os.fsync(file.fileno())
-        return {"seconds": time.time() - self.started, "mlflow_run_id": self.mlflow_run_id,
+        return {"seconds": time.time() - self.started,
                 "bytes": {name: (self.path / name).stat().st_size for name in KEPT}}
-
-    # ------------------------------------------------------------ while it runs
 
     @contextlib.contextmanager
     def phase(self, name: str, total: int = 0):
         """A bar, the phase's seconds, and if memory runs out the keys to change."""
-        started, bar = time.perf_counter(), Bar(name, total, self.is_terminal)
+        started, bar = time.perf_counter(), tqdm(
+            total=total, desc=name, disable=RANK != 0 or not total, leave=False, delay=0.2,
+            mininterval=0.2 if self.is_terminal else SECONDS_BETWEEN_PROGRESS_LINES, miniters=1,
+            file=sys.stdout if self.is_terminal else Lines(), ncols=min(59, _columns()),
+            bar_format="{desc} {n_fmt}/{total_fmt} [{bar:16}] {rate_fmt}, {remaining} left")
         try:
             yield bar
         except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            remedy = REMEDIES[name].format(**dict(self.config))
-            raise UserError(f"out of memory in phase {name}: {remedy}") from error
+            if is_out_of_memory(error):
+                remedy = REMEDIES[name].format(**dict(self.config))
+                raise UserError(f"out of memory in phase {name}: {remedy}") from error
+            if re.search("probability tensor contains|device-side assert", str(error)):
+                step = self.history[-1]["step"] if self.history else 0
+                raise UserError(f"after step {step} the model gives no probabilities: {LOWER}; "
+                                "the checkpoints are as they were") from error
+            raise
         finally:
-            bar.wipe()
+            bar.close()
             self.seconds[name] = time.perf_counter() - started
 
     def say(self, text: str) -> None:
@@ -158,37 +163,44 @@ class Logger:
         if RANK != 0:
             return
         self._keep(step, metrics)
-        seconds = metrics["seconds/sample"] + metrics["seconds/learn"]
-        learned = "nothing to learn from"
+        seconds = sum(metrics[f"seconds/{phase}"] for phase in ("sample", "score", "learn"))
+        fields = [f"step {step:>4}", f"reward {metrics['reward']:.3f}",
+                  f"solved {metrics['solved']:.3f}", f"length {metrics['completion_length']:3.0f}",
+                  f"{seconds:4.1f} s", f"no signal {metrics['groups_without_signal']:.2f}",
+                  f"truncated {metrics['truncated']:.2f}"]
         if metrics["updated"]:
-            learned = f"entropy {metrics['entropy']:5.3f}  grad {metrics['grad_norm']:6.3f}"
-        elif metrics["non_finite"]:
-            learned = "skipped: the gradient is not finite"
-        print(f"step {step:>5}  reward {metrics['reward']:6.3f}  solved {metrics['solved']:5.3f}  "
-              f"no signal {metrics['groups_without_signal']:4.2f}  "
-              f"length {metrics['completion_length']:6.1f}  truncated {metrics['truncated']:4.2f}  "
-              f"{learned}  {seconds:5.2f} s  {metrics['tokens_per_second']:7,.0f} tok/s")
+            fields += [f"entropy {metrics['entropy']:.3f}", f"grad {metrics['grad_norm']:.3f}"]
+        else:
+            fields.insert(1, "skipped: the gradient is not finite" if metrics["non_finite"]
+                          else "nothing to learn from")
+        print(_fitting([*fields, f"{metrics['tokens_per_second']:,.0f} tok/s"]))
         if time.time() - self.drawn > SECONDS_BETWEEN_DRAWINGS:
             self._draw_curves()
 
     def evaluation(self, step: int, metrics: dict, groups: list) -> None:
-        """`groups`: for each held-out question its answers. Rank 0 alone has them."""
         self._keep(step, metrics)
         samples = [{"step": step, "question": i, "prompt": answer.row["prompt"],
                     "completion": answer.completion, "reward": answer.reward, **answer.parts,
                     "truncated": answer.truncated}
                    for i, group in enumerate(groups) for answer in group]
         self._append("samples.jsonl", samples)
-        n, length = self.config.validation.best_of_n, metrics["eval/completion_length"]
         solved, best = (_interval(metrics, f"eval/{name}") for name in ("solved", "best_of_n"))
-        print(self._bold(f"evaluation at step {step}: solved {solved}, best of {n} {best}, "
-                         f"length {length:.1f}"))
-        for group in groups[:3]:
-            answer = group[0]
+        print(self._bold(_fitting([
+            f"evaluation at step {step}:", f"solved {solved}",
+            f"best of {self.config.validation.best_of_n} {best}",
+            f"length {metrics['eval/completion_length']:.0f}"])))
+        if step == 0:
+            print(_block(f"a question as the model reads it:\n{samples[0]['prompt']}", "  "))
+        # The first answer to each of three; of a question what it does not share with the others.
+        shown = [group[0] for group in groups[:3]]
+        prompts = [answer.row["prompt"].split() for answer in shown]
+        before = len(os.path.commonprefix(prompts))
+        after = len(os.path.commonprefix([prompt[::-1] for prompt in prompts]))
+        for prompt, answer in zip(prompts, shown):
             parts = ", ".join(f"{name} {value:.2f}" for name, value in answer.parts.items())
-            said = _shorten(answer.completion).strip().replace("\n", "\n    ")
-            print(f"  {answer.row['prompt'].strip()}\n    {said}\n    -> reward "
-                  f"{answer.reward:.2f} ({parts})")
+            print(_block(" ".join(prompt[before:len(prompt) - after] or prompt), "  "))
+            print(_block(shortened(answer.completion.strip(), 600), "    "))
+            print(_block(f"-> reward {answer.reward:.2f} ({parts})", "    "))
         self._draw_curves()
         columns = {key: [sample[key] for sample in samples] for key in samples[0]}
         self._tell_mlflow("log_table", columns, f"samples/step-{step:06d}.json")
@@ -207,55 +219,53 @@ class Logger:
         with self.folder.writing(), open(self.path / name, "a", encoding="utf-8") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
 
-    # ------------------------------------------------------------ the end
-
     def finish(self) -> None:
         if RANK != 0:
             return
-        evaluations = [entry for entry in self.history if "eval/solved" in entry]
-        first, last = evaluations[0], evaluations[-1]
+        evaluations = {entry["step"]: entry for entry in self.history if "eval/solved" in entry}
+        first, last = evaluations.get(0), self.history[-1]  # the first may have been cut off
         # A run that branched off has the other's history, but a best/ of its own, once evaluated.
-        kept = re.match(r"best-(\d+)", (self.path / "best").resolve().name)
-        of_it = [entry for entry in evaluations if kept and entry["step"] == int(kept[1])]
-        best = max(of_it or evaluations, key=lambda entry: entry["eval/best_of_n"])
+        folder = self.path / "best"
+        kept = folder.exists() and re.match(r"best-(\d+)", folder.resolve().name)
+        best = evaluations.get(int(kept[1]), {"step": int(kept[1])}) if kept else None
         summary = {"run": self.path.name, "folder": str(self.path), "steps": last["step"],
                    "seconds": round(time.time() - self.started, 1),
                    "first": first, "last": last, "best": best}
         with self.folder.writing():
             (self.path / "summary.json").write_text(json.dumps(summary) + "\n")
-        names = {"solved": "solved", "best_of_n": f"best of {self.config.validation.best_of_n}",
-                 "reward": "reward"}
-        rose = ", ".join(f"{said} {first[f'eval/{name}']:.3f} -> {last[f'eval/{name}']:.3f}"
-                         for name, said in names.items())
-        print(self._bold(f"{rose}, in {last['step']} steps and {summary['seconds']:,.0f} s"))
-        if kept:
-            ask = [sys.executable, os.path.relpath(HERE / "examples" / "ask.py"), "--model",
-                   str(self.path / "best"), "3", "7", "25", "=", "68"]
-            ending = f"; try it: {shlex.join(ask)}" if self.config.task.name == "countdown" else ""
-            print(f"the best model, of step {best['step']}, is in {self.path / 'best'}{ending}")
+        rose = [f"{name} " + (f"{first[f'eval/{key}']:.3f}" if first else "unknown")
+                + f" -> {last[f'eval/{key}']:.3f}" for name, key in (
+                    ("solved", "solved"), ("reward", "reward"),
+                    (f"best of {self.config.validation.best_of_n}", "best_of_n"))]
+        print(self._bold(_block(f"{', '.join(rose)}, in {last['step']} steps and "
+                                f"{summary['seconds']:,.0f} s")))
+        if best and best["step"] == 0 < last["step"]:
+            print("no evaluation was better than that before training, so that is what best/ holds")
+        print(f"the best model, of step {best['step']}, is in {folder}" if best else
+              f"warning: {folder} is missing, or not of this run")
+        if best and self.config.task.name == "countdown":
+            ask = [sys.executable, os.path.relpath(ROOT / "examples" / "ask.py"), "--model",
+                   str(folder), "3", "7", "25", "=", "68"]
+            print(f"try it: {shlex.join(ask)}")
         for name in ("config.yaml", *KEPT, "curves.png", "summary.json"):
             if (self.path / name).exists():  # a branch of a finished run has drawn nothing
                 self._tell_mlflow("log_artifact", str(self.path / name))
-        if self.config.logging.mlflow_model and kept:
-            self._tell_mlflow("log_artifacts", str((self.path / "best").resolve()), "best")
+        if self.config.logging.mlflow_model and best:
+            self._tell_mlflow("log_artifacts", str(folder.resolve()), "best")
         self._end_mlflow("FINISHED")
-        print(json.dumps(summary))
+        if not self.is_terminal:
+            print(json.dumps(summary))
 
     def card(self, folder: Path, step: int, metrics: dict, prompt: str) -> None:
         """README.md of a model: what it came from, how, how well it does and how to use it."""
         config = self.config
-        first = next((entry for entry in self.history if "eval/solved" in entry), metrics)
+        first = next((entry for entry in self.history if entry["step"] == 0), None)
         base = "" if Path(config.model.name).exists() else f"base_model: {config.model.name}\n"
         results = "\n".join(f"| {name} | {_interval(first, name)} | {_interval(metrics, name)} |"
                             for name in ("eval/solved", "eval/best_of_n"))
-        template = (HERE / "machinery" / "card.md").read_text(encoding="utf-8")
-        (folder / "README.md").write_text(template.format(
-            base=base, name=self.path.name, model=config.model.name, step=step, results=results,
-            dataset=config.data.dataset, task=config.task.name, prompt=json.dumps(prompt),
-            learning=config.training.learning_type, n=config.validation.best_of_n,
-            held_out=config.data.num_validation, folder=self.path / "best",
-            L=config.training.max_new_gen_tokens, temperature=config.sampling.temperature,
-            top_k=config.sampling.top_k, top_p=config.sampling.top_p,
+        (folder / "README.md").write_text((ROOT / "machinery" / "card.md").read_text().format(
+            base=base, name=self.path.name, step=step, results=results, prompt=json.dumps(prompt),
+            folder=self.path / "best", **dict(config),
             settings=yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)),
             encoding="utf-8")
 
@@ -270,19 +280,15 @@ class Logger:
         for axis, name in zip(axes.flat, ("solved", "best_of_n", "reward", "completion_length",
                                           "truncated", "groups_without_signal")):
             axis.set(title=name.replace("_", " "), xlabel="step")
-            for metric, style in (
-                    (name, {"label": "training", "color": "0.6", "linewidth": 1}),
-                    (f"eval/{name}", {"label": "held out", "color": "0", "marker": "o"})):
+            for metric, *style in ((name, "training", "0.6", ""),
+                                   (f"eval/{name}", "held out", "0", "o")):
                 points = [(entry["step"], entry[metric], entry.get(f"{metric}_ci95") or 0.0)
                           for entry in self.history if metric in entry]
                 if points:
                     steps, values, intervals = zip(*points)
-                    axis.plot(steps, values, **style)
+                    axis.errorbar(steps, values, intervals if any(intervals) else None,
+                                  **dict(zip(("label", "color", "marker"), style)))
                     axis.legend(fontsize=8)
-                    if any(intervals):
-                        low, high = ([value + sign * width for _, value, width in points]
-                                     for sign in (-1, 1))
-                        axis.fill_between(steps, low, high, color="0", alpha=0.12, linewidth=0)
         with self.folder.writing():
             figure.savefig(self.path / "curves.png", dpi=110)
         pyplot.close(figure)
@@ -290,8 +296,8 @@ class Logger:
     # ------------------------------------------------------------ MLflow
 
     def _tell_mlflow(self, what, *arguments, **named):
-        """In a thread of its own, so that no server, slow or gone, can hold up training: what it
-        does not take, the files of the run still hold. `what`: a function, or the name of one."""
+        """In a thread of its own, so that no server can hold up training. `what`: a function, or
+        the name of one of MLflow's."""
         def tell() -> None:
             if self.mlflow is None:  # it has failed before
                 return
@@ -302,20 +308,18 @@ class Logger:
                 call(*arguments, **named)
             except Exception as error:  # noqa: BLE001, whatever it is, it must not reach training
                 self.mlflow = None
-                message = _without_password(" ".join(str(error).split()))[:200]
-                print(f"warning: MLflow failed ({type(error).__name__}: {message}); this run goes "
-                      f"on without it, its files are in {self.path}")
+                print(_without_password(f"warning: MLflow failed ({type(error).__name__}: "
+                                        f"{said(error)}); this run goes on without it"))
 
         return self.mlflow and self.mlflow.submit(tell)
 
     def _end_mlflow(self, status: str) -> None:
-        if ended := self._tell_mlflow("end_run", status):
-            if not wait([ended], SECONDS_TO_END_MLFLOW[status]).done:
-                print("warning: MLflow is slow to answer and lacks the end of this run; its files "
-                      f"are in {self.path}")
-            self.mlflow = None
+        ended = self._tell_mlflow("end_run", status)
+        if ended and not wait([ended], SECONDS_TO_END_MLFLOW[status]).done:
+            print("warning: MLflow is slow to answer, and lacks the end of this run")
+        self.mlflow = None
 
-    def _start_mlflow(self, run_id: str | None) -> None:
+    def _start_mlflow(self) -> None:
         import mlflow
 
         # Its client retries a dead server for minutes by default.
@@ -323,55 +327,50 @@ class Logger:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         for name in ("mlflow", "alembic"):  # which tell of every table they make
             logging.getLogger(name).setLevel(logging.WARNING)
-        if not {"MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"} & os.environ.keys():
-            mlflow.set_experiment("onefile-grpo")
-        has_psutil = importlib.util.find_spec("psutil") is not None  # what reads system metrics
-        run = mlflow.start_run(run_id=run_id, run_name=self.path.name,
-                               log_system_metrics=has_psutil)
-        self.mlflow_run_id = run.info.run_id
-        (self.path / ".mlflow").write_text(self.mlflow_run_id)
-        page = where = mlflow.get_tracking_uri()
-        if not where.startswith("http"):
-            page = f"http://127.0.0.1:5000 after `mlflow ui --backend-store-uri {where}`"
-        more = "" if has_psutil else "; for system metrics, pip install psutil"
-        print(f"MLflow: {_without_password(page)} shows this run{more}")
+        number = os.environ.get("MLFLOW_EXPERIMENT_ID")
+        name = None if number else os.environ.get("MLFLOW_EXPERIMENT_NAME", "onefile-grpo")
+        experiment, told = mlflow.set_experiment(name, number), self.path / ".mlflow"
+        if not told.exists():  # or its duration would lack what has gone before
+            told.write_text(mlflow.MlflowClient().create_run(
+                experiment.experiment_id, int(self.started * 1000), run_name=self.path.name,
+                tags=mlflow.tracking.context.registry.resolve_tags()).info.run_id)
+        run = mlflow.start_run(told.read_text(), log_system_metrics=True)
+        where = mlflow.get_tracking_uri()
+        server = where if where.startswith("http") else "http://127.0.0.1:5000"
+        page = f"{server}/#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}"
+        first = "" if server == where else f" after `mlflow ui --backend-store-uri {where}`"
+        print(f"MLflow: {_without_password(page + first)} shows this run")
         flat = flatten(self.config) | {"run.name": self.path.name}
         # Those that it has from before cannot be changed.
         mlflow.log_params({key: flat[key] for key in flat.keys() - run.data.params.keys()})
 
 
-class Bar:
-    """A bar on a terminal, now and then a line elsewhere. Rank 0 shows its own share."""
-
-    def __init__(self, name: str, total: int, is_terminal: bool):
-        self.name, self.total, self.is_terminal, self.done = name, total, is_terminal, 0
-        self.started = self.shown = time.time()
-
-    def update(self, n: int) -> None:
-        self.done += n
-        now, between = time.time(), 0.2 if self.is_terminal else SECONDS_BETWEEN_PROGRESS_LINES
-        if RANK != 0 or now - self.shown < between:
-            return
-        self.shown = now
-        rate = self.done / (now - self.started)
-        left = f", {rate:.1f}/s, {(self.total - self.done) / rate:.0f} s left" if rate else ""
-        text = f"{self.name} {self.done}/{self.total}{left}"
-        if self.is_terminal:
-            bar = "#" * (20 * self.done // self.total)
-            print(f"\r[{bar:<20}] {text:<60}", end="", flush=True)
-        else:
-            print(text)
-
-    def wipe(self) -> None:
-        if RANK == 0 and self.is_terminal and self.total:
-            print("\r" + " " * 84 + "\r", end="", flush=True)
+class Lines(io.StringIO):  # where there is no terminal, a bar is a line, and wiping it nothing
+    def write(self, text: str) -> None:
+        print(text.strip(), end="\n" if text.strip() else "")
 
 
-def _shorten(text: str, limit: int = 600) -> str:
-    return text if len(text) <= limit else f"{text[:limit // 2]} ... {text[-limit // 2:]}"
+def _columns() -> int:
+    return shutil.get_terminal_size().columns - 1  # 79 where nobody knows
 
 
-def _interval(metrics: dict, name: str) -> str:
+def _fitting(fields: list[str]) -> str:
+    """As many as one line takes, the first ones first."""
+    while len("  ".join(fields)) > _columns() and len(fields) > 1:
+        fields = fields[:-1]
+    return "  ".join(fields)
+
+
+def _block(text: str, indent: str = "") -> str:
+    """Lines that fit, with nothing in them that would change the screen."""
+    return "\n".join(textwrap.fill(line, max(40, _columns()), break_on_hyphens=False,
+                                   initial_indent=indent, subsequent_indent=indent)
+                     for line in visible(text).split("\n"))
+
+
+def _interval(metrics: dict | None, name: str) -> str:
+    if metrics is None:
+        return "unknown"
     interval = metrics[f"{name}_ci95"]
     return f"{metrics[name]:.3f}" + ("" if interval is None else f" ± {interval:.3f}")
 

@@ -31,6 +31,7 @@ The task is countdown.py, what is shown and kept logger.py. What would be the sa
 algorithm (settings, ranks, loading a model, checkpoints, signals) is in machinery/.
 """
 
+import machinery  # noqa: F401, I001  says what is being loaded, before it is
 import math
 import random
 from collections.abc import Callable
@@ -47,19 +48,12 @@ from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
 from logger import Logger
-from machinery.cache import read_prompts
 from machinery.checkpoints import RunFolder
 from machinery.errors import UserError
 from machinery.launch import launch, stop_signals
 from machinery.metrics import evaluation_metrics, step_metrics
-from machinery.model import (
-    generate_continuously,
-    load_model,
-    make_reference,
-    make_sampler,
-    refresh_sampler,
-)
-from machinery.policy import Policy, warm_up
+from machinery.model import load_model, make_reference, make_sampler
+from machinery.policy import Policy, read_prompts, warm_up
 from machinery.ranks import RANK, WORLD_SIZE, over_ranks, random_stream, together
 from machinery.settings import Config, TrainingSettings, load_config
 from machinery.tasks import check_lengths, encode_prompt, grade, load_questions, load_task
@@ -165,12 +159,9 @@ def sample(run: Run, rows: list[dict], num_answers: int, bar) -> list[Trajectory
     prompts = [encode_prompt(row, run.task, run.tokenizer, config) for row in rows]
     asked = [prompt for prompt in prompts for _ in range(num_answers)]
     run.sampler.eval()  # in train mode gradient checkpointing would drop the cache
-    if config.sampling.engine == "continuous":
-        completions = generate_continuously(run.sampler, prompts, num_answers, config)
-    else:
-        completions, at_once = [], config.sampling.max_rows
-        for start in range(0, len(asked), at_once):
-            completions += complete(run.sampler, asked[start:start + at_once], L, bar)
+    completions, at_once = [], config.sampling.max_rows
+    for start in range(0, len(asked), at_once):
+        completions += complete(run.sampler, asked[start:start + at_once], L, bar)
     answers = []
     for i, ids in enumerate(completions):
         truncated = ids[-1] not in run.sampler.generation_config.eos_token_id
@@ -180,14 +171,23 @@ def sample(run: Run, rows: list[dict], num_answers: int, bar) -> list[Trajectory
     return answers
 
 
+@torch.no_grad()
+def refresh_sampler(sampler, model) -> None:
+    """After an update. (A sampler that shares the model's weights has them already.)"""
+    for copied, parameter in zip(sampler.parameters(), model.parameters()):
+        if copied is not parameter and parameter.requires_grad:
+            copied.copy_(parameter)
+
+
 # ---------------------------------------------------------------- 3. rewards
 
-def score(answers: list[Trajectory], task) -> None:
+def score(answers: list[Trajectory], task, bar) -> None:
     """The task's reward parts, and their weighted sum."""
     weights = task.REWARD_WEIGHTS.items()
     for answer in answers:
         answer.parts = grade(task, answer)  # a reward that fails ends the run, and says on what
         answer.reward = sum(weight * answer.parts[part] for part, weight in weights)
+        bar.update(1)
 
 
 # ---------------------------------------------------------------- 4. advantages
@@ -242,7 +242,7 @@ def policy_loss(logprobs: torch.Tensor, batch: list[Trajectory], B: int, T: int,
             gains = torch.minimum(gains, clipped)
     if beta := training.kl_beta:
         d = torch.cat([answer.reference_logprobs for answer in batch]) - logprobs
-        kl = d.exp() - d - 1  # the estimator k3: never negative, and right on average
+        kl = torch.expm1(d) - d  # the estimator k3: never negative, and right on average
         watched["kl"] = kl.sum()
         gains = gains - beta * kl
     L, own_length = training.max_new_gen_tokens, lengths.repeat_interleave(lengths)  # (tokens,)
@@ -338,7 +338,8 @@ def evaluate(run: Run) -> list[list[Trajectory]] | None:
     mine = rows[RANK::WORLD_SIZE]
     with run.log.phase("evaluate", len(mine) * n) as bar:
         answers = sample(run, mine, n, bar)
-        score(answers, run.task)
+    with run.log.phase("score", len(answers)) as bar:
+        score(answers, run.task, bar)
     gathered: list | None = [None] * WORLD_SIZE if RANK == 0 else None
     dist.gather_object(answers, gathered)
     if RANK != 0:
@@ -371,7 +372,8 @@ def training_step(run: Run) -> bool:
     with run.log.phase("sample", N * G) as bar:
         rows = questions(run.training_rows, step, config)                          # 1.
         answers = sample(run, rows, G, bar)                                        # 2.
-        score(answers, run.task)                                                   # 3.
+    with run.log.phase("score", N * G) as bar:
+        score(answers, run.task, bar)                                              # 3.
     groups = [answers[i:i + G] for i in range(0, N * G, G)]
     chosen = [answer for group in groups
               for answer in compute_advantages(group, training, stream)]           # 4.
@@ -395,23 +397,22 @@ def train(run: Run) -> None:
     """From where the run stands to its last step. A step ends with its evaluation, and is saved
     after it, so that going on from there repeats nothing."""
     training, bad_steps = run.config.training, 0
-    if run.step == 0 or run.step >= training.max_steps:  # which may be where it was once stopped
-        evaluated = "eval/solved" in (run.log.history or [{}])[-1]  # rank 0 knows
-        if over_ranks([not evaluated], dist.ReduceOp.MIN) == [1]:
-            evaluation_step(run)
-    with stop_signals() as stop_requested:  # SIGTERM, SIGINT and SIGHUP wait for the end of a step
-        while run.step < training.max_steps:
-            bad_steps = 0 if training_step(run) else bad_steps + 1
-            if bad_steps == training.max_bad_steps:
-                raise UserError(f"the gradient was not finite in {bad_steps} steps in a row, up to "
-                                f"step {run.step}; no checkpoint was made of them. Lower "
-                                "training.learning_rate, and start again under another run.name")
-            stop = stop_requested()  # on any rank; all of them get the same answer
-            due = run.step % run.config.checkpoint.every == 0 or run.step == training.max_steps
-            if (due or stop) and not bad_steps:  # a run goes on from before them
-                run.folder.save(run)
-            if stop:
-                raise stop  # the process ends with 128 + the signal's number
+    evaluated = over_ranks([run.log.evaluated(run.step)], dist.ReduceOp.MAX) == [1]  # rank 0 knows
+    if not evaluated and (run.step == 0 or run.step >= training.max_steps):  # as it was stopped
+        evaluation_step(run)
+    stop_requested = stop_signals()  # SIGTERM, SIGINT and SIGHUP wait for the end of a step
+    while run.step < training.max_steps:
+        bad_steps = 0 if training_step(run) else bad_steps + 1
+        if bad_steps == training.max_bad_steps:
+            raise UserError(f"the gradient was not finite in {bad_steps} steps in a row, up to "
+                            f"step {run.step}; no checkpoint was made of them. Lower "
+                            "training.learning_rate, and start again under another run.name")
+        stop = stop_requested()  # on any rank; all of them get the same answer
+        due = run.step % run.config.checkpoint.every == 0 or run.step == training.max_steps
+        if (due or stop) and not bad_steps:  # a run goes on from before them
+            run.folder.save(run)
+        if stop and run.step < training.max_steps:
+            raise stop  # the process ends with 128 + the signal's number
 
 
 def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:

@@ -28,9 +28,8 @@ from harness import (
     transformers,
 )
 
-from machinery.cache import ROOM
 from machinery.model import add_adapters
-from machinery.policy import LOGITS_PER_CHUNK
+from machinery.policy import LOGITS_PER_CHUNK, ROOM
 from machinery.settings import beside_main, load_config
 
 

@@ -16,6 +16,7 @@ pays less."""
 import argparse
 import time
 
+import continuous
 from harness import (
     DEVICE,
     ceilings,
@@ -34,8 +35,7 @@ from harness import (
 )
 from torch.nn.utils.rnn import pad_sequence
 
-from machinery.cache import pad_prompts, positions
-from machinery.policy import ROWS_PER_PASS
+from machinery.policy import ROWS_PER_PASS, pad_prompts, positions
 from machinery.ranks import WORLD_SIZE
 
 
@@ -97,7 +97,7 @@ def seconds_to_reduce(run) -> float:
 def measure(run, steps: int, warm_up: int = 1) -> dict:
     """Medians over `steps` of what each phase takes, on rank 0, and its share of what the machine
     can do."""
-    phases: dict[str, list[float]] = {"sample": [], "learn": [], "step": [],
+    phases: dict[str, list[float]] = {"sample": [], "score": [], "learn": [], "step": [],
                                       "sample_memory_gb": [], "learn_memory_gb": []}
     seen = {}
 
@@ -128,8 +128,8 @@ def measure(run, steps: int, warm_up: int = 1) -> dict:
                 values.clear()
             continue
         phases["step"].append(time.perf_counter() - started)
-        phases["sample"].append(run.log.metrics["seconds/sample"])
-        phases["learn"].append(run.log.metrics["seconds/learn"])
+        for phase in ("sample", "score", "learn"):
+            phases[phase].append(run.log.metrics[f"seconds/{phase}"])
         read, done = sampling_floors(run.sampler, seen["sample"], run.config.sampling.max_rows)
         floors["sample"].append(max(read / bandwidth, done / flops))
         floors["learn"].append(learning_flops(run.model, seen["learn"]) / flops)
@@ -149,14 +149,19 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", help="random weights of a published shape, and random rewards")
     parser.add_argument("--endless", action="store_true", help="all answers run to the limit")
-    parser.add_argument("--plain", action="store_true",
-                        help="the same work with plain generate and all logits at once")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--plain", action="store_true",
+                         help="the same work with plain generate and all logits at once")
+    instead.add_argument("--continuous", action="store_true",
+                         help="transformers' continuous batching samples, see bench/continuous.py")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("keys", nargs="*",
                         help="section.key=value, or --config files, as for main.py")
     options, more = parser.parse_known_intermixed_args()
     if options.plain:
         main.complete, main.Policy.forward = plain_complete, plain_forward
+    if options.continuous:
+        main.complete = continuous.complete
     run = make_run([*more, *options.keys], options.shape)
     if options.endless:
         never_stop(run)
@@ -165,10 +170,11 @@ if __name__ == "__main__":
         say(f"{phase:<8} {result[phase]:8.3f} s   "
             f"{result[f'{phase}_share_of_ceiling']:6.1%} of the ceiling   "
             f"peak {result[f'{phase}_memory_gb']:6.2f} GB")
+    say(f"score    {result['score']:8.3f} s")
     say(f"reduce   {result['reduce']:8.3f} s   {result['reduce'] / result['step']:6.1%} of a step "
         "if nothing overlapped")
     say(f"step     {result['step']:8.3f} s   {result['tokens_per_second']:8,.0f} completion "
         f"tokens/s on {WORLD_SIZE} ranks   machine: {result['matmul_gflops']:,.0f} GFLOP/s, "
         f"{result['bandwidth_gb_per_second']:,.0f} GB/s a rank")
-    finish({"ranks": WORLD_SIZE, "plain": options.plain, "shape": options.shape,
-            **{key: round(value, 4) for key, value in result.items()}})
+    finish({"ranks": WORLD_SIZE, "plain": options.plain, "continuous": options.continuous,
+            "shape": options.shape, **{key: round(value, 4) for key, value in result.items()}})

@@ -12,7 +12,6 @@ import time
 from harness import leave, main, make_run, say, synchronise, torch
 
 from machinery.checkpoints import state_tensors
-from machinery.model import refresh_sampler
 from machinery.ranks import RANK, WORLD_SIZE
 from machinery.settings import beside_main, load_config
 from machinery.tasks import load_questions, load_task
@@ -38,7 +37,7 @@ def ours() -> None:
         ask()
         for name, tensor in state.items():
             tensor.copy_(first[name])
-        refresh_sampler(run.sampler, run.model)
+        main.refresh_sampler(run.sampler, run.model)
         synchronise()
         started = time.perf_counter()
         main.training_step(run)

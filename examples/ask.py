@@ -1,7 +1,7 @@
 """Asks a trained model, and says what the grader thinks of each of its answers.
 
     .venv/bin/python examples/ask.py 3 7 25 = 68
-        best/ of the newest run
+        best/ of the newest run of Countdown
     .venv/bin/python examples/ask.py --model tiny/model --answers 8 3 7 25 = 68
         any model, here the one before training
 """
@@ -20,13 +20,21 @@ import transformers
 
 import countdown
 import main
+from machinery.settings import read_yaml
+
+
+def task_of(model: Path) -> str:
+    """What the run was about that this best/ belongs to; a model of no run may be asked as well."""
+    settings = model.resolve().parent / "config.yaml"
+    return read_yaml(settings)["task.name"] if settings.exists() else "countdown"
 
 
 def newest_best() -> Path:
     found = sorted(Path("runs").glob("*/best"), key=lambda path: path.stat().st_mtime)
+    found = [best for best in found if task_of(best) == "countdown"]
     if not found:
-        raise main.UserError("no run in runs/ has a best/ yet: train first, or name a model with "
-                             "--model")
+        raise main.UserError("no run of Countdown in runs/ has a best/ yet: train first, or name a "
+                             "model with --model")
     return found[-1]
 
 
@@ -61,7 +69,7 @@ def verdict(answer: main.Trajectory) -> str:
 def ask(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path,
-                        help="a folder, or a hub id; otherwise best/ of the newest run in runs/")
+                        help="a folder, or a hub id; else best/ of the newest Countdown run")
     parser.add_argument("--answers", type=int, default=4)
     parser.add_argument("question", nargs="+", help="numbers, =, and the number to make of them")
     options = parser.parse_args(arguments)
@@ -76,7 +84,7 @@ def ask(arguments: list[str]) -> int:
         config = main.load_config([
             *(["--config", str(settings)] if settings.exists() else []),
             f"model.name={json.dumps(name)}", "model.lora_rank=0", "model.precision=float32",
-            "model.attention=null", "sampling.engine=generate"])
+            "model.attention=null"])
         model, tokenizer = main.load_model(config)
         if adapters.exists():
             model.load_adapter(str(path))
@@ -88,7 +96,10 @@ def ask(arguments: list[str]) -> int:
     except main.UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{path}\n\n{row['prompt']}")
+    print(f"{path}\n")
+    if task_of(path) != "countdown":
+        print(f"note: this model was trained on {task_of(path)}, and not on Countdown\n")
+    print(row["prompt"])
     for number, answer in enumerate(answers, start=1):
         print(f"\n--- answer {number}: {verdict(answer)}\n{answer.completion}")
     right = sum(verdict(answer) == "right" for answer in answers)

@@ -2,10 +2,24 @@
 Imports point downwards, and nothing in here learns: tests/test_house.py."""
 
 import os
+import signal
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 from dotenv import load_dotenv
 
-# Before transformers and datasets are imported: they read HF_HUB_OFFLINE and the like then.
-load_dotenv(Path(__file__).resolve().parent.parent / ".env")
+while os.open(os.devnull, os.O_RDWR) < 3:  # a stream that is closed: the next file would be it
+    pass
+if Path(sys.argv[0]).name == "main.py":
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # and not ignored
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends the process: see `stop_signals`
+    if os.environ.get("RANK", "0") == "0":
+        with suppress(OSError, ValueError):
+            print("importing PyTorch and transformers, 5 to 20 seconds ...", flush=True)
+env = Path(__file__).resolve().parent.parent / ".env"
+try:  # before transformers and datasets are imported: they read HF_HUB_OFFLINE and the like then
+    load_dotenv(env)
+except (OSError, UnicodeError) as error:
+    sys.exit(f"error: {env} cannot be read as UTF-8 text ({error})")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # silences a warning about forks

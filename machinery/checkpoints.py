@@ -4,7 +4,6 @@ import fcntl
 import json
 import os
 import shutil
-import socket
 import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,13 +13,13 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from machinery.errors import UserError, blame
-from machinery.model import merged
+from machinery.errors import LOWER, UserError, blame
+from machinery.policy import NOTHING
 from machinery.ranks import LOCAL_RANK, RANK, WORLD_SIZE, together
 from machinery.settings import FREE_KEYS, Config, default_run_name, flatten
 from machinery.tasks import encode_prompt
 
-NOTHING_KEPT = (-1.0, -1.0)  # as the quality of what is in best/
+NOTHING_KEPT = (-1e10, -1e10)  # as the quality of what is in best/
 
 class RunFolder:
     """runs/<name>, with checkpoints/step-NNNNNN and the link best. Rank 0 writes."""
@@ -38,7 +37,9 @@ class RunFolder:
             self.changes = self._compare_settings() if self.checkpoint else []
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, kind, error, traceback):
+        if error:
+            error.folder = self.path  # for `launch`, which leaves there what one line cannot hold
         if self.lock:
             self.lock.close()
 
@@ -58,7 +59,7 @@ class RunFolder:
                 raise UserError(f"{self.path} is in use by {lock.read()}: wait for its end, or set "
                                 "run.name to another name") from None
             lock.truncate(0)
-            print(f"process {os.getpid()} on {socket.gethostname()}", end="", file=lock, flush=True)
+            print(f"process {os.getpid()} on {os.uname().nodename}", end="", file=lock, flush=True)
             return lock
 
     def _find_checkpoint(self) -> tuple[Path, int, dict] | None:
@@ -76,8 +77,8 @@ class RunFolder:
 
     def _compare_settings(self) -> list[str]:
         """What has changed since the checkpoint; refuses what would make it another experiment."""
-        _, _, saved = self.checkpoint
-        then, now = dict(saved["config"]), flatten(self.config)
+        saved, now = self.checkpoint[2], flatten(self.config)
+        then = dict(saved["config"])
         for settings, num_ranks in ((then, saved["num_ranks"]), (now, WORLD_SIZE)):
             N = settings["training.num_samples_per_step"]
             settings["training.num_samples_per_step"] = f"{N * num_ranks} over all ranks"
@@ -91,13 +92,11 @@ class RunFolder:
         return list(changed.values())
 
     def restore(self, model, optimizer) -> tuple[int, tuple[float, float]]:
-        """Loads the checkpoint, if there is one, into every rank from the disk of one: machines
-        need not share any. Returns its step, and how good best/ is."""
+        """Loads the checkpoint, if any, from the disk of one rank: its step, how good best/ is."""
         if self.checkpoint is None:
             return 0, NOTHING_KEPT
         (path, reader, saved), tensors = self.checkpoint, state_tensors(model, optimizer)
-        other = f"{path} holds the weights of another model than model.name"
-        with together(), blame(f"{other}={self.config.model.name!r}"):
+        with together(), blame(f"{path} is of another model than {self.config.model.name!r}"):
             if RANK == reader:
                 with safe_open(path / "tensors.safetensors", "pt") as file:
                     for name, tensor in tensors.items():
@@ -110,6 +109,10 @@ class RunFolder:
     def save(self, run) -> None:
         """All that going on from here takes; random numbers have no state."""
         path = self.path / "checkpoints" / f"step-{run.step:06d}"
+        with torch.no_grad():
+            logprobs, _ = run.policy.module([NOTHING])
+        if not logprobs.isfinite().all():  # on every rank, or on none
+            raise UserError(f"step {run.step} has left a model without probabilities: {LOWER}")
         if RANK != 0 or path.exists():
             return
         with self.writing():
@@ -131,17 +134,18 @@ class RunFolder:
             path = path.with_name(f"{path.name}-2")
         with self.writing():
             with appearing(path) as folder:
-                merge = self.config.model.lora_rank and self.config.model.lora_merged
-                (merged(run.model) if merge else run.model).save_pretrained(folder)
+                run.model.save_pretrained(folder)
                 run.tokenizer.save_pretrained(folder)
                 prompt = encode_prompt(run.validation_rows[0], run.task, run.tokenizer, self.config)
                 run.log.card(folder, run.step, metrics, run.tokenizer.decode(prompt))
+            if (best := self.path / "best").is_dir() and not best.is_symlink():
+                best.rename(path.with_name(f"copy-of-{path.name}"))  # someone's copy
             link = self.path / "best.unfinished"
             link.unlink(missing_ok=True)
             link.symlink_to(path.name)
-            link.replace(self.path / "best")
+            link.replace(best)
             for old in others:
-                shutil.rmtree(old)
+                shutil.rmtree(old, ignore_errors=True)
 
 
 def state_tensors(model, optimizer) -> dict[str, torch.Tensor]:
@@ -154,15 +158,13 @@ def state_tensors(model, optimizer) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def find_checkpoints(folder: Path) -> list[Path]:
-    """The newest first."""
+def find_checkpoints(folder: Path) -> list[Path]:  # the newest first
     found = [path for path in (folder / "checkpoints").glob("step-*") if path.name[5:].isdigit()]
     return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
 
 
 def newest_checkpoint(folder: Path, is_ours: bool) -> tuple[Path, int, dict] | None:
-    """The newest complete one of a run, or `folder` itself if it is one: its path, this rank, its
-    state.json. A damaged one of ours is set aside, under a name that says so."""
+    """The newest complete one of a run, or `folder` itself if it is one: path, rank, state.json."""
     for path in find_checkpoints(folder) or [folder]:
         with suppress(OSError, ValueError, TypeError, SafetensorError):
             state = json.loads((path / "state.json").read_text(encoding="utf-8"))
@@ -171,10 +173,8 @@ def newest_checkpoint(folder: Path, is_ours: bool) -> tuple[Path, int, dict] | N
                     return path, RANK, state
         if path != folder and is_ours:
             print(f"warning: {path} is damaged and is set aside", file=sys.stderr)
-            aside = path.with_name(f"damaged-{path.name}")
-            shutil.rmtree(aside, ignore_errors=True)  # of an earlier time
             with suppress(FileNotFoundError):  # another machine that shares the folder was quicker
-                path.rename(aside)
+                path.rename(path.with_name(f"damaged-{os.getpid()}-{path.name}"))
     return None
 
 

@@ -1,9 +1,12 @@
 """What a user can mend becomes one line, never a traceback."""
 
+import os
+import traceback
 from contextlib import contextmanager
 
 import torch
 
+LOWER = "lower training.learning_rate, or raise sampling.temperature"  # numbers left the range
 
 class UserError(Exception):
     """Something the person who started the run can mend: one line, and exit code 2."""
@@ -13,20 +16,62 @@ class Stopped(Exception):
     """This signal has asked for the end, and the step in which it came is done and saved."""
 
 
+def visible(text: str) -> str:
+    """With an escape in place of each character that would change the screen, or has no shape."""
+    return "".join(each if each.isprintable() or each == "\n"
+                   else each.encode("unicode_escape").decode() for each in text)
+
+
+def said(error: BaseException, most: int = 300) -> str:
+    """What an exception carries, which may be many lines or cannot be shown at all, as one."""
+    try:
+        return shortened(" ".join(visible(str(error)).split()), most)
+    except Exception:  # noqa: BLE001, whatever its own __str__ raises
+        return "it cannot be shown"
+
+
+def shortened(text: str, most: int) -> str:
+    """In its middle."""
+    half = (most - 5) // 2
+    return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"
+
+
 @contextmanager
-def blame(what: str, kinds: tuple[type[Exception], ...] = (Exception,)):
+def blame(what: str, kinds: tuple[type[BaseException], ...] = (Exception,)):
     """Whatever goes wrong inside (of these `kinds`) is about something the user has named, `what`.
     Running out of memory is left to whoever knows the phase: `Logger.phase`."""
     try:
         yield
-    except kinds as error:  # libraries raise many unrelated types, with messages of many lines
+    except kinds as error:  # libraries raise many unrelated types
         if isinstance(error, UserError) or is_out_of_memory(error):
             raise
-        said = " ".join(str(error).split())[:300]
-        raise UserError(f"{what} ({type(error).__name__}: {said})") from error
+        raise UserError(f"{what} ({type(error).__name__}: {said(error, 100)})") from error
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    words = ("can't allocate memory", "Cannot allocate memory")  # PyTorch's, and the system's
+@contextmanager
+def theirs(what: str):
+    """As `blame`, for code of the user's: says where; and it may try to leave, which would end the
+    run without a word, or as if it had succeeded."""
+    process, leave = os.getpid(), os._exit
+
+    def refuse(code):
+        if os.getpid() != process:  # one that it has forked
+            leave(code)
+        raise SystemExit(code)
+
+    os._exit = refuse
+    try:
+        yield
+    except BaseException as error:
+        calls = [call for call in traceback.extract_tb(error.__traceback__)
+                 if "/machinery/" not in call.filename and call.filename[0] != "<"]
+        with blame(what + "".join(f" at line {call.lineno} of {call.filename}"
+                                  for call in calls[-1:]), (BaseException,)):
+            raise
+    finally:
+        os._exit = leave
+
+
+def is_out_of_memory(error: BaseException) -> bool:
     return (isinstance(error, torch.OutOfMemoryError | MemoryError)
-            or any(each in str(error) for each in words))
+            or "allocate memory" in said(error, 10_000))  # in words of PyTorch, and of the system

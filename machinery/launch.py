@@ -1,5 +1,7 @@
 """How the process of a rank begins and ends: errors, signals, exit codes."""
 
+import faulthandler
+import io
 import json
 import os
 import signal
@@ -7,19 +9,18 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import suppress
 from typing import NoReturn
 
 import torch.distributed as dist
 
-from machinery.errors import Stopped, UserError
+from machinery.errors import Stopped, UserError, said
 from machinery.ranks import RANK, join, over_ranks
 
 
-@contextmanager
-def stop_signals():
-    """SIGTERM, SIGINT and SIGHUP wait for the end of a step; a second Ctrl-C does not. Yields a
-    function that returns a `Stopped` on all ranks once one has reached any of them, else None."""
+def stop_signals() -> Callable[[], Stopped | None]:
+    """From now on SIGTERM, SIGINT and SIGHUP wait for the end of a step; a second Ctrl-C does not.
+    The function returned says on all ranks whether one has come to any of them."""
     came, own_process = [], os.getpid()
 
     def heed(number, frame):
@@ -33,21 +34,31 @@ def stop_signals():
         number, = over_ranks([*came, 0][:1], dist.ReduceOp.MAX)
         return Stopped(signal.Signals(int(number))) if number else None
 
-    before = {number: signal.signal(number, heed)
-              for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-              if signal.getsignal(number) != signal.SIG_IGN}  # as nohup has it
-    try:
-        yield stop_requested
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if came:  # while the last step was saved: there is no step to wait for any more
-        os.kill(os.getpid(), came[0])
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, heed)
+    return stop_requested
+
+
+class Screen(io.FileIO):
+    """A screen that is full, broken or gone costs what would have been seen, and never the run."""
+
+    def write(self, data) -> int:
+        with suppress(OSError):
+            return super().write(data)
+        return len(data)
 
 
 def launch(main: Callable[[list[str]], None], arguments: list[str] | None = None) -> NoReturn:
-    """Ends with code 0, 2 after a user's mistake, 128 + the signal when stopped, else 1."""
+    """Ends with 0 once `main` is through, 2 after a user's mistake, 128 + a stop signal, else 1."""
     code = 1
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        own = getattr(sys, f"__{name}__")
+        if getattr(sys, name) is own:  # else it is someone else's
+            raw = io.BufferedWriter(Screen(number, "w", closefd=False))
+            setattr(sys, name, io.TextIOWrapper(raw, own.encoding if own else "utf-8",
+                                                "backslashreplace", line_buffering=True))
+    faulthandler.enable(2)  # says where, when C code ends the process
     try:
         join()
         main(sys.argv[1:] if arguments is None else arguments)
@@ -57,22 +68,31 @@ def launch(main: Callable[[list[str]], None], arguments: list[str] | None = None
         dist.barrier()  # none leaves before rank 0 has saved
         code = 128 + stop.args[0]
     except UserError as error:
-        _tell_torchrun(f"error: {error}")
+        line = f"error: {in_one_line(error)}"
+        _tell_torchrun(line)
         if RANK != 0:  # rank 0 says it, unless only this rank has met it; then torchrun ends all
             signal.signal(signal.SIGTERM, lambda *_: os._exit(2))
             time.sleep(10)
-        print(f"error: {error}", file=sys.stderr)
+        print(line, file=sys.stderr)
         code = 2
-    except KeyboardInterrupt:
-        print("interrupted before or after training; what was saved is intact", file=sys.stderr)
-        code = 130
-    except Exception as error:  # noqa: BLE001, whatever it is, the process ends through `leave`
-        if isinstance(error, dist.DistError) or "gloo" in str(error):  # a consequence, not a cause
-            print(f"rank {RANK}: another rank has left ({str(error)[:200]!r})", file=sys.stderr)
+    except BaseException as error:  # noqa: BLE001, whatever it is, the process ends through `leave`
+        if isinstance(error, dist.DistError) or "gloo" in said(error):  # a consequence, not a cause
+            print(f"rank {RANK}: another rank has left ({said(error)})", file=sys.stderr)
         else:
-            _tell_torchrun(f"{type(error).__name__}: {error}")
+            _tell_torchrun(f"{type(error).__name__}: {said(error)}")
             traceback.print_exc()
     return leave(code)
+
+
+def in_one_line(error: UserError) -> str:
+    """At most 300 characters; what does not fit, and what has led to it, is left in a file."""
+    more = ""
+    with suppress(OSError, AttributeError):  # a full disk; or there is no folder of a run yet
+        if error.__cause__ or said(error, 290) != str(error):
+            path = error.folder / f"error-{RANK}.txt"
+            path.write_text("".join(traceback.format_exception(error)), "utf-8", "replace")
+            more = f" (more in {path})"
+    return said(error, max(150, 290 - len(more))) + more
 
 
 def _tell_torchrun(message: str) -> None:

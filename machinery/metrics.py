@@ -16,7 +16,7 @@ def step_metrics(run, groups: list[list], updates: list[dict]) -> dict[str, floa
     answers = [answer for group in groups for answer in group]
     rewards = [[answer.reward for answer in group] for group in groups]
     parts = list(run.task.REWARD_WEIGHTS)
-    seconds = {f"seconds/{phase}": run.log.seconds[phase] for phase in ("sample", "learn")}
+    seconds = {f"seconds/{phase}": run.log.seconds[phase] for phase in ("sample", "score", "learn")}
     values = {
         "reward": [answer.reward for answer in answers],
         "reward_std": [pstdev(group) for group in rewards],
@@ -28,15 +28,13 @@ def step_metrics(run, groups: list[list], updates: list[dict]) -> dict[str, floa
         "completion_length": [len(answer.completion_ids) for answer in answers],
         "truncated": [answer.truncated for answer in answers],
         **{name: [value] for name, value in seconds.items()}}
-    sums = over_ranks([fmean(each) for each in values.values()])
-    # Each rank has as many answers as the others.
+    sums = over_ranks([fmean(each) for each in values.values()])  # of as many on each
     metrics = {name: total / WORLD_SIZE for name, total in zip(values, sums)}
     num_tokens = metrics["completion_length"] * len(answers) * WORLD_SIZE
     metrics["tokens_per_second"] = num_tokens / sum(metrics[name] for name in seconds)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    peak *= 1 if sys.platform == "darwin" else 1024  # bytes there, kilobytes elsewhere
-    if DEVICE.type == "cuda":
-        peak = torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, kilobytes elsewhere
+    peak = (torch.cuda.max_memory_allocated() if DEVICE.type == "cuda"
+            else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
     metrics["memory_gb"] = over_ranks([peak], dist.ReduceOp.MAX)[0] / 1e9
     metrics["learning_rate"] = run.optimizer.param_groups[0]["lr"]
     made = [update for update in updates if update["updated"]] or updates
@@ -61,8 +59,8 @@ def evaluation_metrics(best: list[float], solved: list[float], groups: list[list
         metrics[f"eval/{name}"] = fmean(each)
         interval = 1.96 * stdev(each) / math.sqrt(len(each)) if len(each) > 1 else None
         metrics[f"eval/{name}_ci95"] = interval
-    kinds = [str(group[0].row["group"]) if "group" in group[0].row else None for group in groups]
-    for kind in sorted(set(kinds) - {None}):
+    kinds = [str(group[0].row.get("group", "")) for group in groups]
+    for kind in sorted(set(kinds) - {""}):
         own = [value for value, of in zip(solved, kinds) if of == kind]
         metrics[f"eval/solved/{kind}"] = fmean(own)
     return metrics | {f"eval/{name}": fmean(each) for name, each in values.items()}

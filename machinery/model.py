@@ -1,7 +1,8 @@
 """The model that learns, and its copies: to sample from, to measure the KL from, to give away."""
 
 import copy
-import math
+import logging
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from machinery.errors import UserError, blame
 from machinery.policy import Policy
 from machinery.ranks import DEVICE, RANK, random_stream
-from machinery.settings import Config, beside_main
+from machinery.settings import ROOT, Config, beside_main
 
 
 def load_model(config: Config):
@@ -22,16 +23,19 @@ def load_model(config: Config):
     if RANK != 0 or not sys.stdout.isatty():
         transformers.utils.logging.disable_progress_bar()
     name = beside_main(config.model.name)
+    first, *more = Path(name).parts
+    if not os.path.isdir(name) and (name[0] in "./" or len(more) > 1 or os.path.exists(name)
+                                    or first == "runs" or (ROOT / first).is_dir()):
+        raise UserError(f"model.name={name!r}: there is no such folder, and no hub id is like it")
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # of each attempt to reach it
     dtype = torch.bfloat16 if config.model.precision == "bfloat16" else torch.float32
     attention = config.model.attention
-    how = f" with model.attention={attention!r}" if attention else ""
-    with blame(f"model.name={name!r} cannot be loaded{how}; give a folder with a model and its "
-               "tokenizer, or a hub id within reach"):
+    with blame(f"model.name={name!r} cannot be loaded with model.attention={attention!r}; give a "
+               "folder with a model and its tokenizer, or a hub id within reach"):
         # trust_remote_code: or the library would ask whether to run a model's own code, and wait.
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         model_config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        # Dropout would make the log-probabilities learned from differ from those sampled from.
-        for key in vars(model_config):
+        for key in vars(model_config):  # or what is learned from would not be what was sampled
             if "dropout" in key or key.endswith("pdrop"):
                 setattr(model_config, key, 0.0)
         model, loading = AutoModelForCausalLM.from_pretrained(
@@ -51,8 +55,7 @@ def load_model(config: Config):
 
 
 def add_adapters(model, config: Config) -> None:
-    """LoRA: to the matrices named, (out, in), is added the product of two thin ones, (out, rank)
-    and (rank, in), and only those learn."""
+    """LoRA: to matrices, (out, in), is added the product of two thin ones, which alone learn."""
     settings = config.model
     with blame(f"model.lora_rank={settings.lora_rank} needs: pip install peft", (ImportError,)):
         import peft  # here, because only this needs it
@@ -69,8 +72,7 @@ def add_adapters(model, config: Config) -> None:
             r=settings.lora_rank, lora_alpha=settings.lora_alpha, task_type="CAUSAL_LM",
             target_modules=settings.lora_targets or "all-linear"))
     if settings.precision == "mixed":
-        # What does not learn needs no float32 master, which each pass would cast anew.
-        for parameter in model.parameters():
+        for parameter in model.parameters():  # what does not learn needs no float32 master
             dtype = torch.float32 if parameter.requires_grad else torch.bfloat16
             parameter.data = parameter.data.to(dtype)
 
@@ -84,8 +86,8 @@ def frozen_copy(model, convert: Callable):
 
 
 def generation_settings(model, tokenizer, config: Config) -> GenerationConfig:
-    """For a sampler to own, in place of the model's: `generate` fills what is left open from there,
-    and answers sampled at that temperature and top_k would not be the policy's."""
+    """A sampler's own: `generate` fills what is left open from the model's, and answers sampled at
+    that temperature and top_k would not be the policy's."""
     stop_ids = {tokenizer.eos_token_id}  # chat models have several: any of them ends an answer
     for eos in (model.config.eos_token_id, model.generation_config.eos_token_id):
         stop_ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
@@ -95,40 +97,9 @@ def generation_settings(model, tokenizer, config: Config) -> GenerationConfig:
         top_k=config.sampling.top_k, eos_token_id=sorted(stop_ids), pad_token_id=pad)
 
 
-def generate_continuously(sampler, prompts: list[list[int]], num_answers: int,
-                          config: Config) -> list[list[int]]:
-    """`num_answers` completions of each prompt by transformers' continuous batching: a finished row
-    makes room for the next at once, keys and values lie in pages, and a GPU runs CUDA graphs. It is
-    set up anew for each call, or it would go on using keys of old weights."""
-    attention = sampler.config._attn_implementation
-    settings = copy.copy(sampler.generation_config)
-    settings.max_new_tokens = config.training.max_new_gen_tokens
-    settings.num_return_sequences = num_answers
-    wanted = len(prompts) * num_answers
-    at_once = min(config.sampling.max_rows, wanted)
-    batching = transformers.ContinuousBatchingConfig(
-        max_requests_per_batch=at_once, max_batch_tokens=max(2 * at_once, 256),
-        seed=int(torch.randint(2**31, ())))
-    # As much memory as these may need; left to itself it would take nearly all that is free.
-    longest = max(map(len, prompts)) + settings.max_new_tokens
-    batching.num_blocks = at_once * math.ceil(longest / batching.page_size)
-    try:
-        results = list(sampler.generate_batch(prompts, settings, batching).values())
-    finally:
-        sampler.set_attn_implementation(attention)
-    # What goes wrong inside is logged, not raised, and the answers that there are come back.
-    errors = {result.error for result in results if result.error}
-    if errors or len(results) < wanted:
-        kind = torch.OutOfMemoryError if "out of memory" in str(errors) else UserError
-        raise kind(f"sampling.engine=continuous returned {len(results)} of {wanted} answers, with "
-                   f"{str(sorted(errors))[:300]}; set sampling.engine to generate")
-    return [result.generated_tokens for result in results]
-
-
 def make_sampler(model, tokenizer, config: Config):
     """What answers are drawn from: in mixed precision a bfloat16 copy, since autocast would cast
-    every weight anew for each token, else a twin that shares the model's weights. Either has
-    generation settings of its own: the model's are what `save_pretrained` writes."""
+    every weight for each token, else a twin that shares the model's weights."""
     sampler = copy.copy(model)
     if config.model.precision == "mixed":
         sampler = frozen_copy(model, lambda parameter: parameter.to(
@@ -137,18 +108,10 @@ def make_sampler(model, tokenizer, config: Config):
     return sampler
 
 
-@torch.no_grad()
-def refresh_sampler(sampler, model) -> None:
-    for copied, parameter in zip(sampler.parameters(), model.parameters()):
-        if copied is not parameter and parameter.requires_grad:
-            copied.copy_(parameter)
-
-
 def make_reference(model, config: Config) -> Callable:
-    """What the KL term measures from: log-probabilities of the model as it was loaded, which with
-    LoRA is the same one with its adapters off. In mixed precision its linear layers, but for the
-    output, are kept in bfloat16, as autocast would cast them anyway: so it agrees with the policy
-    to the last bit until something is learned."""
+    """What the KL term measures from: log-probabilities of the model as it was loaded, with LoRA
+    those with its adapters off. In mixed precision linear layers, but for the output, are kept in
+    bfloat16, as autocast would cast them anyway: until something is learned no bit differs."""
     has_adapters, output = config.model.lora_rank > 0, model.get_output_embeddings()
     low = {id(layer.weight) for layer in model.modules() if config.model.precision == "mixed"
            and isinstance(layer, nn.Linear) and layer is not output}
@@ -166,15 +129,3 @@ def make_reference(model, config: Config) -> Callable:
         return logprobs
 
     return reference
-
-
-def merged(model):
-    """A copy whose adapters are added to the matrices they belong to: a plain model. On the CPU,
-    where there is room; in float32, or the little that was learned might be rounded away."""
-    model = frozen_copy(model, lambda parameter: parameter.to("cpu", torch.float32, copy=True))
-    for name, layer in list(model.named_modules()):
-        if hasattr(layer, "get_base_layer"):
-            layer.merge()
-            model.set_submodule(name, layer.get_base_layer())
-    model._hf_peft_config_loaded = False  # what makes `save_pretrained` write adapters alone
-    return model

@@ -1,4 +1,5 @@
-"""Answers in, log-probabilities of their tokens out, without logits for all of them at once."""
+"""Answers in, log-probabilities of their tokens out, without logits for all of them at once; and
+how a prompt is read once, however many answers it has."""
 
 import copy
 from types import SimpleNamespace
@@ -6,11 +7,13 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers.cache_utils import DynamicLayer
 
-from machinery.cache import pad_prompts, positions, read_prefix
 from machinery.settings import Config
 
+NOTHING = SimpleNamespace(prompt_ids=[0], completion_ids=[0])  # an answer, as small as they come
 LOGITS_PER_CHUNK = 2**25  # tokens x vocabulary in one piece: 128 MiB in float32
+ROOM = 16  # tokens that a layer of keys and values has place for behind what it holds
 ROWS_PER_PASS = 16  # through the model at once; those of a micro-batch are sorted by length
 
 
@@ -28,8 +31,7 @@ class Policy(nn.Module):
         device = self.model.device
         ids, mask, which = pad_prompts([answer.prompt_ids for answer in answers], device)
         with torch.autocast(device.type, torch.bfloat16, enabled=self.mixed):
-            # With gradient checkpointing the model's layers refuse a cache, so every row has to
-            # read its prompt itself.
+            # With gradient checkpointing layers refuse a cache: every row reads its prompt itself.
             rereads = self.model.is_activation_checkpointing
             cache = None if rereads else read_prefix(self.model, ids, mask)
             states = []
@@ -38,9 +40,8 @@ class Policy(nn.Module):
                 completions = [each.completion_ids for each in answers[start:start + ROWS_PER_PASS]]
                 states.append(self.states(ids[rows], mask[rows], completions, cache, rows))
             hidden, targets = (torch.cat(pieces) for pieces in zip(*states))
-            # Only these reach the projection to the vocabulary, in chunks whose logits are dropped
-            # and recomputed in the backward pass: logits for all tokens would be by far the largest
-            # tensor of all.
+            # Only these reach the projection to the vocabulary, in chunks whose logits the backward
+            # pass computes anew: those of all tokens would be by far the largest tensor of all.
             size = max(1, LOGITS_PER_CHUNK // self.model.config.get_text_config().vocab_size)
             chunks = [checkpoint(self.token_logprobs, *chunk, use_reentrant=False)
                       for chunk in zip(hidden.split(size), targets.split(size))]
@@ -54,8 +55,7 @@ class Policy(nn.Module):
         completion_mask = torch.arange(time, device=device) < lengths[:, None]  # (rows, time)
         completion_ids = torch.tensor([completion + [0] * (time - len(completion))
                                        for completion in completions], device=device)
-        # The state at t predicts the token at t + 1: the last prompt token counts, and the last of
-        # all is not read.
+        # The state at t predicts the token at t + 1: the last token of all is not read.
         ids = torch.cat([prompt_ids, completion_ids[:, :-1]], 1)  # (rows, prompt time + time - 1)
         mask = torch.cat([prompt_mask, completion_mask[:, :-1]], 1)
         places = positions(mask)
@@ -72,8 +72,8 @@ class Policy(nn.Module):
     def token_logprobs(self, hidden, targets):
         """(tokens, width) and (tokens,) -> log-probability and entropy at the sampling temperature,
         (tokens,) each."""
-        # The model's own forward, with its body swapped out, so that whatever it does after the
-        # projection (Gemma 2 caps its logits, others scale them) is done here as well.
+        # The model's own forward, with its body swapped out: whatever it does after the projection
+        # (Gemma 2 caps its logits, others scale them) is done here as well.
         body = self.model.base_model
         body.forward = lambda *_, inputs_embeds, **__: self.output_class(
             last_hidden_state=inputs_embeds)
@@ -89,13 +89,78 @@ class Policy(nn.Module):
 
 
 def warm_up(policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """One backward pass and one step of nothing: DDP arranges its buckets anew after its first
-    pass, and from three ranks on sums then differ in the last bit; AdamW's moments come into being
-    at its first step."""
+    """One backward pass and one step of nothing: after its first pass DDP changes its buckets, and
+    so the last bit of sums; AdamW's moments come into being at its first step."""
     policy.train()
-    logprobs, _ = policy([SimpleNamespace(prompt_ids=[0], completion_ids=[0])])
+    logprobs, _ = policy([NOTHING])
     logprobs.sum().backward()
     policy.zero_grad(set_to_none=False)
     optimizer.step()
     for moments in optimizer.state.values():
         moments["step"].zero_()
+
+
+def positions(attention_mask: torch.Tensor) -> torch.Tensor:
+    """Each row counts its own tokens from 0, however it is padded. `generate` does the same."""
+    return (attention_mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def pad_prompts(prompts: list[list[int]], device: torch.device):
+    """Each different prompt once, padded on the left: ids and mask, (different, time), and which
+    each prompt is, (prompts,)."""
+    different = {prompt: i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+    longest = max(2, *map(len, different))  # one token to read ahead, and one to start from
+    padding = [longest - len(prompt) for prompt in different]
+    ids = [[0] * pad + [*prompt] for prompt, pad in zip(different, padding)]
+    mask = [[False] * pad + [True] * len(prompt) for prompt, pad in zip(different, padding)]
+    which = [different[tuple(prompt)] for prompt in prompts]
+    return tuple(torch.tensor(each, device=device) for each in (ids, mask, which))
+
+
+def read_prefix(model, ids: torch.Tensor, mask: torch.Tensor):
+    """Keys and values of every prompt token but the last, with which whoever goes on starts."""
+    mask = mask[:, :-1]
+    output = model.base_model(input_ids=ids[:, :-1], attention_mask=mask,
+                              position_ids=positions(mask), use_cache=True)
+    return output.past_key_values
+
+
+def read_prompts(model, prompts: list[list[int]]):
+    """What `generate` goes on from: ids and mask, (prompts, time), and keys and values of all but
+    the last token. Equal prompts are read once."""
+    ids, mask, which = pad_prompts(prompts, model.device)
+    cache = read_prefix(model, ids, mask)
+    # Layers with a sliding window stay the library's own.
+    cache.layers = [RoomyLayer(layer) if type(layer) is DynamicLayer else layer
+                    for layer in cache.layers]
+    cache.batch_select_indices(which)
+    return ids[which], mask[which], cache
+
+
+class RoomyLayer(DynamicLayer):
+    """Keys and values of a layer, (rows, heads, time, width), with room behind them: the library's
+    own copies all it holds to append a token, which takes longer than attending."""
+
+    def __init__(self, layer: DynamicLayer):
+        super().__init__()
+        self.keys, self.values, self.is_initialized = layer.keys, layer.values, True
+        self.roomy = [layer.keys, layer.values]
+
+    def batch_select_indices(self, indices, room: int = ROOM) -> None:
+        """Keeps these rows, and makes room behind them."""
+        self.roomy = []
+        for held in (self.keys[indices], self.values[indices]):
+            rows, heads, time, width = held.shape
+            self.roomy.append(held.new_empty(rows, heads, time + room, width))
+            self.roomy[-1][:, :, :time] = held
+        self.keys, self.values = (roomy[:, :, :time] for roomy in self.roomy)
+
+    def update(self, keys, values, *args, **kwargs):
+        time = self.keys.shape[2]
+        new_time = time + keys.shape[2]
+        if new_time > self.roomy[0].shape[2]:
+            self.batch_select_indices(slice(None), max(ROOM, new_time - time))
+        for roomy, new in zip(self.roomy, (keys, values)):
+            roomy[:, :, time:new_time] = new
+        self.keys, self.values = (roomy[:, :, :new_time] for roomy in self.roomy)
+        return self.keys, self.values

@@ -27,9 +27,11 @@ def join() -> None:
         if local_ranks > (gpus := torch.cuda.device_count()):
             raise UserError(f"{local_ranks} processes, and {gpus} GPUs: start one for each GPU")
         torch.cuda.set_device(DEVICE)
-    elif local_ranks > 1 and not _user_chose_threads():
-        allowed = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0)
-        torch.set_num_threads(max(1, len(allowed) // local_ranks))
+    elif local_ranks > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        parent = Path(f"/proc/{os.getppid()}/environ")  # torchrun sets it unless it finds it set
+        if not parent.exists() or b"OMP_NUM_THREADS=" not in parent.read_bytes():
+            allowed = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0)
+            torch.set_num_threads(max(1, len(allowed) // local_ranks))
     backend = "cpu:gloo,cuda:nccl" if DEVICE.type == "cuda" else "gloo"
     with blame("the ranks cannot reach each other; on several machines see --rdzv-endpoint of "
                "torchrun, and GLOO_SOCKET_IFNAME"):
@@ -55,27 +57,18 @@ def _meet() -> dist.Store:
     return store
 
 
-def _user_chose_threads() -> bool:
-    """torchrun sets OMP_NUM_THREADS=1 unless it finds it set: its own environment says which."""
-    torchruns = Path(f"/proc/{os.getppid()}/environ")
-    if "TORCHELASTIC_RUN_ID" in os.environ and torchruns.exists():
-        return b"OMP_NUM_THREADS=" in torchruns.read_bytes()
-    return os.environ.get("OMP_NUM_THREADS", "1") != "1"
-
-
 @contextmanager
 def together():
-    """A user error on one rank becomes the same error on all of them: none is left waiting for it
-    in a later collective."""
-    error = None
+    """A user error on one rank becomes the same error on all of them: none is left waiting."""
+    own = cause = None
     try:
         yield
-    except UserError as own_error:
-        error = str(own_error)
+    except UserError as error:
+        own, cause = str(error), error.__cause__
     errors = [None] * WORLD_SIZE
-    dist.all_gather_object(errors, error)
+    dist.all_gather_object(errors, own)
     if any(errors):
-        raise UserError(next(filter(None, errors)))
+        raise UserError(next(filter(None, errors))) from cause
 
 
 def over_ranks(values: list[float], operation=dist.ReduceOp.SUM) -> list[float]:

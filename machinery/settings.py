@@ -4,12 +4,13 @@ import argparse
 import difflib
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
 import yaml
-from pydantic import BaseModel, Field, FiniteFloat, StrictBool, StrictInt, StrictStr
+from pydantic import BaseModel, Field, StrictBool, StrictInt, StrictStr
 
 from machinery.errors import UserError, blame
 from machinery.ranks import DEVICE, WORLD_SIZE
@@ -19,32 +20,33 @@ FREE = "may differ between two starts of one experiment"  # all other keys make 
 
 Natural = Annotated[StrictInt, Field(ge=0)]
 Count = Annotated[StrictInt, Field(ge=1)]
-Positive = Annotated[FiniteFloat, Field(gt=0)]  # also the text 1e-4, as YAML reads it without a dot
-NotNegative = Annotated[FiniteFloat, Field(ge=0)]
-Share = Annotated[FiniteFloat, Field(gt=0, le=1)]
-Decay = Annotated[FiniteFloat, Field(ge=0, lt=1)]
-PlainName = Annotated[StrictStr, Field(pattern="^[^/]*[^/.][^/]*$")]  # and not just dots
+# Also the text 1e-4, as YAML reads it without a dot; but true is no 1.0.
+NotTrue = pydantic.BeforeValidator(lambda value: "true" if value is True else value)
+Number = Annotated[float, Field(allow_inf_nan=False), NotTrue]
+Positive = Annotated[Number, Field(gt=0)]
+Decay = Annotated[Number, Field(ge=0, lt=1)]
+Text = Annotated[StrictStr, Field(pattern=r"^[^\x00]+$")]  # what a path may be
+PlainName = Annotated[StrictStr, Field(pattern=r"^[^/\x00]*[^/.\x00][^/\x00]*$")]  # not just dots
 
 
 class Section(BaseModel, extra="forbid", frozen=True):
     pass
 
 class ModelSettings(Section):
-    name: StrictStr
+    name: Text
     precision: Literal["mixed", "bfloat16", "float32"]
-    attention: Annotated[StrictStr | None, FREE]
+    attention: Annotated[Text | None, FREE]
     gradient_checkpointing: Annotated[StrictBool, FREE]
     lora_rank: Natural
     lora_alpha: Positive
-    lora_targets: list[StrictStr] | None
-    lora_merged: Annotated[StrictBool, FREE]
+    lora_targets: list[Text] | None
 
 class TaskSettings(Section):
-    name: StrictStr
-    reward_weights: Annotated[dict[str, FiniteFloat], Field(min_length=1)] | None
+    name: Text
+    reward_weights: Annotated[dict[str, Number], Field(min_length=1)] | None
 
 class DataSettings(Section):
-    dataset: StrictStr
+    dataset: Text
     num_validation: Count
     max_rows: Count | None
     max_prompt_tokens: Count | None
@@ -56,7 +58,7 @@ class TrainingSettings(Section):
     loss_normalizer: Literal["max_length", "tokens", "sequence"]
     updates_per_batch: Count
     clip: tuple[Positive, Positive] | None
-    kl_beta: NotNegative
+    kl_beta: Annotated[Number, Field(ge=0)]
     mask_truncated: StrictBool
     num_samples_per_step: Count
     k_best_of_n: tuple[Count, Count]
@@ -73,9 +75,8 @@ class TrainingSettings(Section):
     seed: Natural
 
 class SamplingSettings(Section):
-    engine: Annotated[Literal["generate", "continuous"], FREE]
-    temperature: Positive
-    top_p: Share
+    temperature: Annotated[Number, Field(ge=0.001)]  # less leaves the range
+    top_p: Annotated[Number, Field(gt=0, le=1)]
     top_k: Natural
     max_rows: Annotated[Count, FREE]
 
@@ -88,9 +89,9 @@ class CheckpointSettings(Section):
     keep: Annotated[Count, FREE]
 
 class RunSettings(Section):
-    dir: Annotated[StrictStr, FREE]
+    dir: Annotated[Text, FREE]
     name: Annotated[PlainName | None, FREE]
-    resume: Annotated[StrictStr, FREE]
+    resume: Annotated[Text, FREE]
     resume_anyway: Annotated[StrictBool, FREE]
 
 class LoggingSettings(Section):
@@ -114,27 +115,22 @@ KEYS = {f"{name}.{key}": field.metadata for name, section in Config.model_fields
 FREE_KEYS = {key for key, metadata in KEYS.items() if FREE in metadata}
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
+def load_config(arguments: list[str]) -> Config:
+    def refuse(message):
         raise UserError(f"{message}; usage: main.py [--config file.yaml] [section.key=value ...]")
 
-
-def load_config(arguments: list[str]) -> Config:
-    parser = Parser(description="Trains a language model by Dr. GRPO or SIL: see config.yaml.")
-    parser.add_argument("--config", metavar="file.yaml", action="append", default=[],
-                        help="keys laid over config.yaml")
+    parser = argparse.ArgumentParser(description="Dr. GRPO, or SIL: config.yaml has the keys.")
+    parser.error = refuse
+    parser.add_argument("--config", metavar="file.yaml", action="append", help="keys laid over it")
     parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="and over those")
     options = parser.parse_intermixed_args(arguments)
-
     values = read_yaml(ROOT / "config.yaml")
-    for path in options.config:
+    for path in options.config or []:
         values |= read_yaml(path)
     for override in options.overrides:
-        key, equals, text = override.partition("=")
-        if not equals:
-            raise UserError(f"{override!r} is not of the form section.key=value")
-        with blame(f"{override} is not YAML"):
-            values[key] = yaml.safe_load(text)
+        with blame(f"{override!r} is not of the form section.key=value, or the value not YAML"):
+            key, text = override.split("=", 1)
+            values[key] = yaml.load(text, Loader)
     if missing := KEYS.keys() - values.keys():
         raise UserError(f"{ROOT / 'config.yaml'} lacks {', '.join(sorted(missing))}")
     if values["model.precision"] is None:
@@ -150,50 +146,55 @@ def load_config(arguments: list[str]) -> Config:
     try:
         config = Config.model_validate(tree)
     except pydantic.ValidationError as error:
-        raise UserError("; ".join(map(said, error.errors()))) from None
+        raise UserError("; ".join(map(explained, error.errors()))) from None
     k, n = config.training.k_best_of_n
     if not (k == n >= 2 if config.training.learning_type == "grpo" else k < n):
-        raise UserError(f"training.k_best_of_n={[k, n]}: grpo learns from all answers of a group: "
-                        "write [G, G], like [8, 8]; sil imitates the k best of n: write [k, n], "
-                        "like [2, 8]; or change training.learning_type")
+        raise UserError(f"training.k_best_of_n={[k, n]}: write [G, G], like [8, 8], for grpo, and "
+                        "[k, n], like [2, 8], for sil")
     return config
 
 
 PAIR, WEIGHTS = "a list of two, like [first, second]", "names with numbers, like {answer: 1.0}"
 WORDS = {"tuple_type": PAIR, "missing": PAIR, "too_long": PAIR, "dict_type": WEIGHTS,
-         "too_short": WEIGHTS, "string_pattern_mismatch": "one plain name, without a slash"}
+         "too_short": WEIGHTS, "string_pattern_mismatch": "one plain name, without a slash",
+         "string_type": "a text, which YAML may need in quotes: run.name='\"2024\"'"}
 
 
-def said(error: dict) -> str:
-    """A mistake that pydantic has found: the key, the value seen and what would do."""
+def explained(error: dict) -> str:
+    """A mistake that pydantic has found."""
     key = ".".join(map(str, error["loc"]))
     wanted = WORDS.get(error["type"], error["msg"].removeprefix("Input should be "))
     return f"{key}={error['input']!r}: it must be {wanted}"
 
 
+class Loader(yaml.SafeLoader):
+    def construct_mapping(self, node, deep=False):
+        keys = [key.value for key, _ in node.value]
+        if twice := [key for key in keys if keys.count(key) > 1]:  # else the last would win
+            raise yaml.YAMLError(f"{twice[0]} is given twice")
+        return super().construct_mapping(node, deep)
+
+
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """A file's two levels of keys as {"section.key": value}."""
-    with blame(f"cannot read the config file {path}: not there, or not YAML"):
-        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    if not isinstance(tree, dict) or not all(isinstance(keys, dict) for keys in tree.values()):
-        raise UserError(f"{path} must hold sections with keys: `training:`, under it `  seed: 1`")
-    return {f"{section}.{key}": value for section, keys in tree.items()
-            for key, value in keys.items()}
+    with blame(f"the config file {path} is not there, or not YAML of sections with keys"):
+        return flatten(yaml.load(Path(path).read_text(encoding="utf-8"), Loader))
 
 
 def beside_main(path: str) -> str:
     """Relative paths hold from the working directory, or else from where main.py lies."""
-    return str(ROOT / path) if not Path(path).exists() and (ROOT / path).exists() else path
+    path = os.path.expanduser(path)
+    return str(ROOT / path) if os.path.exists(ROOT / path) and not os.path.exists(path) else path
 
 
-def flatten(config: Config) -> dict[str, Any]:
-    return {f"{section}.{key}": value for section, keys in config.model_dump(mode="json").items()
-            for key, value in keys.items()}
+def flatten(config: Config | dict) -> dict[str, Any]:
+    tree = config if isinstance(config, dict) else config.model_dump(mode="json")
+    return {f"{name}.{key}": value for name, keys in tree.items() for key, value in keys.items()}
 
 
 def default_run_name(config: Config) -> str:
     """The same experiment finds the same folder, however many ranks share its questions."""
     experiment = {key: value for key, value in flatten(config).items() if key not in FREE_KEYS}
     experiment["training.num_samples_per_step"] *= WORLD_SIZE
-    digest = hashlib.sha256(json.dumps(experiment, sort_keys=True).encode()).hexdigest()
-    return f"{config.training.learning_type}-{digest[:8]}"
+    text = json.dumps(experiment, sort_keys=True).encode()
+    return f"{config.training.learning_type}-{hashlib.sha256(text).hexdigest()[:8]}"

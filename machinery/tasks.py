@@ -1,20 +1,21 @@
 """A task, its rows, its prompts, its grades: everything that comes from the user's own file."""
 
+import faulthandler
 import importlib.util
-import math
+import pickle
 import random
-import signal
+import re
 import sys
-import traceback
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
-from machinery.errors import UserError, blame
-from machinery.ranks import RANK, WORLD_SIZE
+from machinery.errors import UserError, blame, theirs
+from machinery.ranks import WORLD_SIZE
 from machinery.settings import ROOT, Config, beside_main
 
-SECONDS_FOR_A_REWARD = 60  # after these a slow one is named
+SECONDS_FOR_A_REWARD = 60  # after these one shows where it stands
+MOST = 1e9  # what a part or its weight may come to: sums and squares of it stay within float32
 # Names that metrics and samples.jsonl have for something else than a part of the reward.
 TAKEN = {"reward", "truncated", "completion_length", "best_of_n", "solved", "step", "question",
          "prompt", "completion"}
@@ -31,17 +32,22 @@ def load_task(config: Config) -> SimpleNamespace:
         raise UserError(f"task.name={name!r}: Python has a module {path.stem}; rename the file")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     task = importlib.util.module_from_spec(spec)
-    with blame(f"task.name={name!r} cannot be imported"):
+    with theirs(f"task.name={name!r} cannot be imported"):
         sys.modules[spec.name] = task  # where dataclasses and pickle look for a module's classes
         sys.path.append(str(path.parent))  # a task may import what lies beside it
         spec.loader.exec_module(task)
-    if missing := {"load", "reward_function", "REWARD_WEIGHTS", "SOLVED"} - set(vars(task)):
-        raise UserError(f"task.name={name!r} does not define {', '.join(sorted(missing))}")
-    parts = list(task.REWARD_WEIGHTS)
-    if task.SOLVED not in parts:
-        raise UserError(f"task.name={name!r}: SOLVED={task.SOLVED!r} is not one of {parts}")
-    if taken := TAKEN & {part for part in parts if part != task.SOLVED or part != "solved"}:
-        raise UserError(f"task.name={name!r}: {taken} name metrics, not parts of a reward")
+    with theirs(f"task.name={name!r} has to define load(), reward_function(), REWARD_WEIGHTS, like "
+                "{'right': 1.0}, SOLVED, which names one of them, and nothing but text as "
+                "SYSTEM_MESSAGE and REPLY_START"):
+        parts, solved = list(task.REWARD_WEIGHTS), task.SOLVED
+        texts = [getattr(task, name, "") for name in ("SYSTEM_MESSAGE", "REPLY_START")]
+        if not (callable(task.load) and callable(task.reward_function) and solved in parts
+                and all(abs(weight + 0.0) <= MOST for weight in task.REWARD_WEIGHTS.values())
+                and all(isinstance(text, str) for text in texts)):
+            raise TypeError(f"SOLVED={solved!r}, REWARD_WEIGHTS={task.REWARD_WEIGHTS!r}")
+        if taken := [part for part in parts if part in TAKEN and not part == solved == "solved"
+                     or part.endswith(("_std", "_ci95")) or not re.fullmatch(r"[\w .-]+", part)]:
+            raise ValueError(f"{taken} name metrics, not parts of a reward")
     if unknown := ", ".join(sorted(set(chosen or {}) - set(parts))):
         raise UserError(f"task.reward_weights: no {unknown} among the parts {', '.join(parts)}")
     return SimpleNamespace(**{**vars(task), "REWARD_WEIGHTS": chosen or task.REWARD_WEIGHTS})
@@ -65,14 +71,15 @@ def encode_prompt(row: dict, task, tokenizer, config: Config) -> list[int]:
 def load_questions(task, tokenizer, config: Config, say) -> tuple[list[dict], list[dict]]:
     """Training and validation rows, the same on every rank, with no problem on both sides."""
     data, load = config.data, f"task.name={config.task.name!r}: its load()"
-    with blame(f"{load} fails on {data.dataset!r}, or gives no dictionaries with a prompt"):
+    with theirs(f"{load} fails, or gives no dictionaries with a prompt"):
         try:
-            rows = task.load(beside_main(data.dataset), data.max_rows)
+            rows = list(task.load(beside_main(data.dataset), data.max_rows))
         except ValueError as error:
             raise UserError(str(error)) from error
-        for place, row in enumerate(rows, start=1):
-            if not isinstance(row["prompt"], str):
-                raise UserError(f"{load}: the prompt of row {place} is {row['prompt']!r}, no text")
+        for number, row in enumerate(rows, start=1):
+            if not isinstance(row["prompt"], str) or not row["prompt"]:
+                raise UserError(f"{load}: the prompt of row {number} is {row['prompt']!r}, no text")
+            row["prompt"].encode()  # half a character, as JSON may hold it, is none
         if longest := data.max_prompt_tokens:
             lengths = [len(encode_prompt(row, task, tokenizer, config)) for row in rows]
             rows = [row for row, length in zip(rows, lengths) if length <= longest]
@@ -86,10 +93,12 @@ def load_questions(task, tokenizer, config: Config, say) -> tuple[list[dict], li
     held_out, learned = problems[:data.num_validation], problems[data.num_validation:]
     if not learned:
         raise UserError(f"data.num_validation={data.num_validation}: of {len(problems)} different "
-                        f"problems in data.dataset={data.dataset!r} none is left to train on "
-                        f"(data.max_prompt_tokens={longest})")
+                        f"problems that task.name={config.task.name!r} gives, none is left to "
+                        f"train on (data.max_prompt_tokens={longest})")
     validation = [by_problem[problem][0] for problem in held_out]
     training = [row for problem in learned for row in by_problem[problem]]
+    with blame(f"{load}: a row holds what cannot go from one process to another"):
+        pickle.dumps(validation)  # as an evaluation gathers them
     if WORLD_SIZE > min(len(training), len(validation)):
         raise UserError(f"{WORLD_SIZE} ranks for {len(training)} training and {len(validation)} "
                         "validation questions: start fewer ranks, or raise data.num_validation")
@@ -98,11 +107,9 @@ def load_questions(task, tokenizer, config: Config, say) -> tuple[list[dict], li
 
 def check_lengths(rows: list[dict], model, task, tokenizer, config: Config) -> None:
     """A prompt and the longest answer to it have to fit into what the model can read."""
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", 10**9)
     L = config.training.max_new_gen_tokens
-    if context is None:
-        return
-    # No token is shorter than a byte, so only prompts of more bytes than there is room are counted.
+    # No token is shorter than a byte: only prompts of more bytes than there is room are counted.
     around = len(encode_prompt(rows[0], task, tokenizer, config))  # as much as a template may add
     doubtful = [row for row in rows if len(row["prompt"].encode()) + around + L > context]
     longest = max((len(encode_prompt(row, task, tokenizer, config)) for row in doubtful), default=0)
@@ -113,41 +120,21 @@ def check_lengths(rows: list[dict], model, task, tokenizer, config: Config) -> N
 
 
 def grade(task, answer) -> dict[str, float]:
-    """The parts of an answer's reward. A reward that fails ends the run, and says on what."""
-    try:
-        with named_if_slow(answer.row):
-            parts = task.reward_function(answer.completion, answer.row)
+    """The parts of an answer's reward. A reward that does not answer shows where it stands."""
+    completion, row = answer.completion, answer.row
+    with theirs("reward_function failed"):
+        faulthandler.dump_traceback_later(SECONDS_FOR_A_REWARD, repeat=True, file=2)
+        try:
+            parts = task.reward_function(completion, row)
+        except BaseException as error:
+            error.add_note(f"on the completion {completion!r} to {row!r}")
+            raise
+        finally:
+            faulthandler.cancel_dump_traceback_later()
         names = dict.fromkeys([*task.REWARD_WEIGHTS, task.SOLVED])
-        values = {part: float(parts[part]) for part in names}
-        if not all(map(math.isfinite, values.values())):
-            raise ValueError(f"it returned {parts}")
-        return values
-    except Exception as error:
-        calls = [frame for frame in traceback.extract_tb(error.__traceback__)
-                 if frame.filename != __file__]
-        place = f" at line {calls[-1].lineno} of {calls[-1].filename}" if calls else ""
-        raise UserError(f"reward_function failed{place} ({type(error).__name__}: {error}) on the "
-                        f"completion {answer.completion[:200]!r} to {answer.row}"[:900]) from error
-
-
-@contextmanager
-def named_if_slow(row: dict):
-    """A reward that does not answer is named, again and again: else a run waits without a word."""
-    if signal.getsignal(signal.SIGALRM) != signal.SIG_DFL:  # the task has time limits of its own
-        yield
-        return
-
-    def speak(number, frame):
-        stack = traceback.extract_stack(frame)
-        inside = max(i for i, each in enumerate(stack[:-1]) if each.filename == __file__) + 1
-        print(f"\nthe reward has not answered for {SECONDS_FOR_A_REWARD} s (rank {RANK}, line "
-              f"{stack[inside].lineno} of {stack[inside].filename}), and the run waits for it; the "
-              f"question: {' '.join(row['prompt'].split())[:600]}", flush=True)
-
-    signal.signal(signal.SIGALRM, speak)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS_FOR_A_REWARD, SECONDS_FOR_A_REWARD)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        with suppress(Exception):
+            values = {part: float(parts[part]) for part in names}
+            if all(abs(value) <= MOST for value in values.values()):
+                return values
+        raise TypeError(f"it returned {parts!r} on {completion!r}; return a dictionary with a "
+                        f"number, of at most {MOST:g}, for each of {', '.join(names)}")

@@ -240,9 +240,14 @@ def draw_nothing(log) -> None:
 @pytest.fixture(autouse=True)
 def staying(monkeypatch):
     monkeypatch.setattr(launch, "leave", stay)
+    handlers = {number: signal.getsignal(number)
+                for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     monkeypatch.setattr(logger.Logger, "_draw_curves", draw_nothing)
     # which mlflow itself sets, for processes it might start
     monkeypatch.delenv("MLFLOW_EXPERIMENT_ID", raising=False)
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)  # a run heeds them to its end
 
 
 @pytest.fixture(autouse=True)

@@ -82,8 +82,8 @@ def run_and_be_struck(strike: dict, folder: str, arguments: list[str]):
     passing(Path, "replace", after="saving: linked")
     passing(logger.Logger, "finish", before="finishing")
     logger.Logger._draw_curves = draw_nothing
-    # As in a terminal: a shell lets its background jobs, and so the tests there, ignore Ctrl-C.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # As main.py has it: a shell lets its background jobs, and so the tests there, ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGALRM, lambda *_: None)  # as a reward with a time limit has it
     signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2)
     run_main(*arguments)

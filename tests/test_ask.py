@@ -54,5 +54,12 @@ def test_it_asks_best_of_the_newest_run_or_the_model_named(tmp_path, monkeypatch
     for words, says in ((["3", "7"], "3 7"), (["3", "x", "=", "5"], "3 x = 5"),
                         (["--model", "none", "3", "7", "=", "10"], "none")):
         assert ask.ask(words) == 2 and says in capsys.readouterr().err
+    sums = tmp_path / "runs" / "sums"
+    shutil.copytree(ROOT / "tiny" / "model", sums / "best")
+    (sums / "config.yaml").write_text("task: {name: sums.py}\ntraining: {max_new_gen_tokens: 8}\n")
+    assert ask.newest_best() == ask.Path("runs/a/best")  # the newest of Countdown
+    assert ask.ask(["--model", "runs/sums/best", "3", "7", "25", "=", "88"]) == 0
+    said = capsys.readouterr().out
+    assert "note: this model was trained on sums.py, and not on Countdown" in said
     shutil.rmtree(tmp_path / "runs")
     assert ask.ask(["3", "7", "=", "10"]) == 2 and "train first" in capsys.readouterr().err

@@ -51,11 +51,11 @@ MISTAKES = {
     "training.learning_rate=fast": "valid number", "training.learning_rate=0": "greater than 0",
     "training.learning_rate=.inf": "finite number",
     "training.learning_rate=null": "valid number",
-    "sampling.temperature=-1": "greater than 0", "sampling.top_p=1.5": "less than or equal to 1",
+    "sampling.temperature=-1": "equal to 0.001", "sampling.top_p=1.5": "less than or equal to 1",
     "training.adam_betas=[0.9]": "list of two", "training.adam_betas=[0.9,1.0]": "less than 1",
     "model.precision=fp8": "'mixed', 'bfloat16' or 'float32'",
     "data.prompt_style=poem": "'base' or 'chat'", "logging.mlflow=1": "boolean",
-    "run.name=5": "string", "training.k_best_of_n=8": "list",
+    "run.name=5": "a text", "training.k_best_of_n=8": "list",
     "training.k_best_of_n=[8]": "list of two", "training.k_best_of_n=[4,8]": "[G, G]",
     "training.k_best_of_n=[1,1]": "[G, G]", "training.k_best_of_n=[a,b]": "integer",
     "training.k_best_of_n=[0,0]": "greater than or equal to 1", "training.clip=0.2": "list",
@@ -74,7 +74,10 @@ MISTAKES = {
     "training.seed=[": "not YAML", "training={seed: 1}": "no such key",
     "run.name=group/one": "one plain name", "run.name=..": "one plain name",
     "run.name=''": "one plain name", "run.name=/tmp/a": "one plain name",
-    "sampling.engine=auto": "'generate' or 'continuous'",
+    "run.name=2024": "in quotes", "model.name=": "a text",
+    'model.name="a\\0b"': "one plain name", "training.learning_rate=true": "valid number",
+    "sampling.temperature=0.0001": "greater than or equal to 0.001",
+    "training.seed={a: 1, a: 2}": "a is given twice",
 }
 
 
@@ -90,9 +93,13 @@ def test_a_mistake_is_named_with_its_value_and_what_to_write(argument):
     assert not pieces or any(piece in message.lower() for piece in pieces)
 
 
-@pytest.mark.parametrize(("content", "says"), [(None, "cannot read"), ("training: [", "not YAML"),
+@pytest.mark.parametrize(("content", "says"), [(None, "is not there"), ("training: [", "not YAML"),
                                                ("- 1\n", "sections"), ("training: 3\n", "sections"),
-                                               ("", "sections"), ("training:\n", "sections")])
+                                               ("", "sections"), ("training:\n", "sections"),
+                                               ("model: {}\ntraining: {}\nmodel: {}\n",
+                                                "model is given twice"),
+                                               ("training:\n  seed: 1\n  seed: 2\n",
+                                                "seed is given twice")])
 def test_a_config_file_that_cannot_be_used_is_named(tmp_path, content, says):
     path = tmp_path / "mine.yaml"
     if content is not None:
@@ -107,7 +114,8 @@ def test_the_default_name_is_made_of_what_defines_the_experiment_and_nothing_els
     assert re.fullmatch(r"grpo-[0-9a-f]{8}", name)
     same = [{"training__max_steps": 7}, {"training__tokens_per_micro_batch": 9},
             {"validation__every": 3}, {"run__dir": "x"}, {"run__name": "y"},
-            {"logging__mlflow": True}, {"sampling__max_rows": 3}, {"model__lora_merged": True}]
+            {"logging__mlflow": True}, {"sampling__max_rows": 3},
+            {"model__gradient_checkpointing": True}]
     other = [{"training__seed": 1}, {"model__name": "m"}, {"data__dataset": "d"},
              {"training__num_samples_per_step": 3},
              {"sampling__temperature": 0.9}, {"training__learning_rate": 1.0},

@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicLayer
 
 import main
 from machinery import policy
-from machinery.cache import ROOM, RoomyLayer
+from machinery.policy import ROOM, RoomyLayer
 
 
 def tokens_read(model):
@@ -121,6 +121,9 @@ def test_keys_and_values_are_not_copied_for_each_token(rows):
      "training.k_best_of_n=[2,2]", "training.max_new_gen_tokens=16"],
     ["step.py", "--steps", "1", "--plain", "--shape", "small", "training.num_samples_per_step=2",
      "training.max_new_gen_tokens=16"],
+    ["step.py", "--steps", "1", "--continuous", "--shape", "small",
+     "training.num_samples_per_step=2", "training.k_best_of_n=[2,2]",
+     "training.max_new_gen_tokens=16"],
     pytest.param(["memory.py", "--measure", "--shape", "small", "--prompt", "48",
                   "training.max_new_gen_tokens=64"], marks=pytest.mark.soak),
     pytest.param(["family.py", "--only", "GRPO", "--ranks", "1", "training.max_steps=1",
@@ -134,7 +137,10 @@ def test_each_measurement_runs_and_ends_with_one_json_line(command):
     assert result.returncode == 0, result.stderr
     answer = json.loads(result.stdout.splitlines()[-1])
     if command[0] == "step.py":
-        assert 0 < answer["sample"] + answer["learn"] <= 1.1 * answer["step"]
+        phases = answer["sample"] + answer["score"] + answer["learn"]
+        assert 0 < phases <= 1.1 * answer["step"]
+        assert (answer["plain"], answer["continuous"]) == (
+            "--plain" in command, "--continuous" in command)
         assert (0 < answer["sample_share_of_ceiling"] < 1
                 and 0 < answer["learn_share_of_ceiling"] < 1)
     elif command[0] == "memory.py":

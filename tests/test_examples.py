@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import SIZES, make_config, read_jsonl, start
+from conftest import NO_BAR, SIZES, make_config, read_jsonl, start
 from processes import ROOT
 
 import main
@@ -212,73 +212,67 @@ def reward_function(completion, row):
 
 @pytest.mark.parametrize(("failure", "says"), [
     ('raise KeyError("steps")', "failed at line 6 of {path} (KeyError: 'steps')"),
-    ('return float("nan")', "failed (ValueError: it returned {{'answer': 0.0, 'format': nan}})"),
+    ('return float("nan")', "failed (TypeError: it returned {{'answer': 0.0, 'format': nan}} on "),
+    ("return 1e308", "failed (TypeError: it returned {{'answer': 0.0, 'format': 1e+308}} on "),
     ("return 1 + None", "failed at line 6 of {path} (TypeError"),
-    ("return None", "failed (TypeError")])
+    ("return None", "failed (TypeError: it returned {{'answer': 0.0, 'format': None}} on "),
+    ("import sys; sys.exit(0)", "failed at line 6 of {path} (SystemExit: 0)"),
+    ("import os; os._exit(0)", "failed at line 6 of {path} (SystemExit: 0)"),
+    ("raise KeyboardInterrupt", "failed at line 6 of {path} (KeyboardInterrupt: )"),
+    ("raise ValueError('many words ' * 10_000 + 'at its end')", "at its end"),
+    ("raise ValueError('\\x1b[2J on\\n\\nlines')", "\\x1b[2J on lines")])
 def test_a_reward_that_fails_stops_the_run_with_its_name_and_the_completion(
-        failure, says, tmp_path, capsys):
+        failure, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.py").write_text(BROKEN.format(failure=failure))
-    assert start([*SMALL, f"task.name={tmp_path / 'broken.py'}", "data.max_rows=100",
-                  f"run.dir={tmp_path}"]) == 2
-    said = capsys.readouterr().err
+    assert start([*SMALL, "task.name=broken.py", "data.max_rows=100", "run.dir=runs"]) == 2
+    said, whole = capsys.readouterr().err, (tmp_path / "runs" / "a" / "error-0.txt").read_text()
     assert says.format(path=tmp_path / "broken.py") in said and "Traceback" not in said
-    assert re.search(r"on the completion '\d+.* to \{'nums': \[\d+, ", said)
+    assert said.count("\n") == 1 and len(said) <= 301 and "(more in runs/a/error-0.txt)" in said
+    assert re.search(r"\bon (the completion )?'\d+", whole) and len(whole) > len(said)
 
 
-class EnoughSaid(Exception):
+class Enough(Exception):
     pass
 
 
-def wait_for_three_lines(said):
-    while len(said) < 3:
-        time.sleep(0.01)
+def wait():
+    time.sleep(0.4)
 
 
-def match_without_end(said):
+def match_without_end():
     """A regular expression that takes some centuries, and holds on to the interpreter."""
-    with pytest.raises(EnoughSaid):
+    def end(*_):
+        raise Enough
+
+    before = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0.4)
+    with pytest.raises(Enough):
         re.match(r"(a+)+$", "a" * 60 + "b")
+    signal.signal(signal.SIGVTALRM, before)
 
 
-@pytest.mark.parametrize("hang", [wait_for_three_lines, match_without_end])
-def test_a_reward_that_does_not_answer_is_named_with_its_question_again_and_again_and_no_other_is(
-        hang, monkeypatch):
-    said = []
-
-    def hear(line, **_):
-        said.append(line)
-        if len(said) == 3 and hang is match_without_end:
-            raise EnoughSaid
-
-    monkeypatch.setattr(tasks, "print", hear, raising=False)
-    monkeypatch.setattr(tasks, "SECONDS_FOR_A_REWARD", 0.5)
-    of_the_test = signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    rows = [{"prompt": f"question {i}\nof three"} for i in range(3)]
+@pytest.mark.parametrize("hang", [wait, match_without_end])
+def test_a_reward_that_does_not_answer_shows_again_and_again_where_it_stands_and_no_other_does(
+        hang, monkeypatch, capfd):
+    monkeypatch.setattr(tasks, "SECONDS_FOR_A_REWARD", 0.1)
+    alarm = signal.getsignal(signal.SIGALRM)
 
     def reward_function(completion, row):
-        if row is rows[1]:
-            hang(said)
+        if row["slow"]:
+            hang()
         return {"right": 1.0}
 
-    trajectories = [main.Trajectory(row, [], [0], "", False) for row in rows]
+    trajectories = [main.Trajectory({"slow": i == 1}, [], [0], "", False) for i in range(3)]
     own = SimpleNamespace(reward_function=reward_function, REWARD_WEIGHTS={"right": 1.0},
                           SOLVED="right")
-    main.score(trajectories, own)
-    assert signal.signal(signal.SIGALRM, of_the_test) == signal.SIG_DFL
-    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+    main.score(trajectories, own, NO_BAR)
     assert [trajectory.reward for trajectory in trajectories] == [1.0] * 3
-    line = reward_function.__code__.co_firstlineno + 2
-    assert len(said) >= 3 and all("the question: question 1 of three" in each
-                                  and f"(rank 0, line {line} of {__file__})" in each
-                                  for each in said)
-
-
-def test_a_task_that_has_a_time_limit_of_its_own_keeps_it():
-    """By SIGALRM, as such limits are set: here that of this very test."""
-    before = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0]
-    with tasks.named_if_slow({"prompt": ""}):
-        handler, seconds = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0]
-    assert handler == before[0] and 0 < before[1] - seconds < 60
+    line = hang.__code__.co_firstlineno
+    said = capfd.readouterr().err
+    assert said.count("Timeout (") >= 3 and said.count("in reward_function") == said.count("(0:")
+    assert re.search(rf'File "{__file__}", line \d+ in {hang.__name__}', said) and line
+    assert signal.getsignal(signal.SIGALRM) == alarm  # a task may have time limits of its own
 
 
 @pytest.mark.parametrize("name", ["math", "datasets", "torch"])
@@ -305,11 +299,12 @@ def test_a_part_of_the_reward_cannot_have_the_name_of_a_metric(part, tmp_path):
 @pytest.mark.parametrize(("load", "says"), [
     ("return [{'question': 1}]", "KeyError: 'prompt'"), ("return 3", "TypeError"),
     ("raise KeyError('column')", "KeyError: 'column'")])
-def test_a_tasks_load_that_fails_is_named(load, says, tmp_path, capsys):
+def test_a_tasks_load_that_fails_is_named(load, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.py").write_text(
         "from countdown import SOLVED, REWARD_WEIGHTS, reward_function\n\n\n"
         "def load(dataset, max_rows):\n    " + load)
-    assert start([*SMALL, f"task.name={tmp_path / 'broken.py'}", f"run.dir={tmp_path}"]) == 2
+    assert start([*SMALL, "task.name=broken.py", "run.dir=runs"]) == 2
     said = capsys.readouterr().err
     assert "broken.py" in said and "load()" in said and says in said and "Traceback" not in said
 

@@ -165,6 +165,6 @@ def test_a_later_update_that_is_not_finite_is_skipped_and_said_and_its_step_is_n
              for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
              if '"reward"' in line]
     assert [(step["updated"], step["non_finite"]) for step in steps] == [(2, 0), (1, 1)]
-    assert steps[1]["kl"] is not None and "step     2" in capsys.readouterr().out
+    assert steps[1]["kl"] is not None and "step    2" in capsys.readouterr().out
     # what it has half changed belongs to no step
     assert [path.name for path in (tmp_path / "a" / "checkpoints").iterdir()] == ["step-000001"]

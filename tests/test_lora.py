@@ -1,5 +1,7 @@
 """Adapters: what learns, what stays, what is sampled from, and what is left in best/."""
 
+import re
+import runpy
 import sys
 from types import SimpleNamespace
 
@@ -23,11 +25,11 @@ from test_learning import BOUND, GROUP, QUESTIONS, TEMPERATURE, L
 from test_resume import SMALL, digest, run_without_curves
 from test_run import TIMES
 
-import machinery.model
 import main
 
-sys.path.append(str(ROOT / "examples"))
+sys.path.extend([str(ROOT / "bench"), str(ROOT / "examples")])
 import ask
+import continuous
 
 LORA = ["model.lora_rank=4", "model.lora_alpha=8"]
 FAMILY = ["training.kl_beta=0.05", "training.updates_per_batch=2", "training.clip=[0.2,0.2]",
@@ -45,6 +47,18 @@ def with_adapters(size=0.1, **more):
             if "lora_B" in name:
                 parameter.normal_(0, size)
     return model.cpu().eval(), tokenizer, config
+
+
+def plain_model_of(best, folder):
+    """What the README's lines make of adapters, loaded as any other model."""
+    readme = (ROOT / "README.md").read_text()
+    lines = re.search(r"```python\n(from peft .*?)```", readme, re.DOTALL)[1]
+    for shown, meant in (("runs/<name>/best", best), ("merged", folder)):
+        assert lines.count(f'"{shown}"') == 2
+        lines = lines.replace(f'"{shown}"', repr(str(meant)))
+    (folder.parent / "merge.py").write_text(lines)
+    runpy.run_path(str(folder.parent / "merge.py"))
+    return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
 @pytest.mark.mathematics
@@ -94,7 +108,8 @@ def test_without_peft_the_one_line_says_what_to_install(monkeypatch):
 
 
 @pytest.mark.mathematics
-def test_both_engines_sample_through_the_adapters():
+def test_answers_are_sampled_through_the_adapters_also_by_continuous_batching(
+        tmp_path, monkeypatch):
     """At top_k 1 there is one answer: that of the model with the adapters added in, and not that of
     the model without them."""
     greedy = {"sampling__top_k": 1, "training__max_new_gen_tokens": 24}
@@ -102,45 +117,54 @@ def test_both_engines_sample_through_the_adapters():
     task = main.load_task(config)
     rows = task.load(str(ROOT / "tiny" / "countdown.parquet"), 4)
 
-    def answers(model, engine):
-        sampling = config.sampling.model_copy(update={"engine": engine})
-        own = config.model_copy(update={"sampling": sampling})
-        run = SimpleNamespace(config=own, task=task, tokenizer=tokenizer,
-                              sampler=main.make_sampler(model, tokenizer, own))
+    def answers(model):
+        run = SimpleNamespace(config=config, task=task, tokenizer=tokenizer,
+                              sampler=main.make_sampler(model, tokenizer, config))
         return [trajectory.completion_ids for trajectory in main.sample(run, rows, 2, NO_BAR)]
 
-    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    whole = machinery.model.merged(model)
-    expected = answers(whole, "generate")
+    for each in (model, tokenizer):
+        each.save_pretrained(tmp_path / "best")
+    whole = plain_model_of(tmp_path / "best", tmp_path / "whole")
+    expected = answers(whole)
     for row, completion in zip([row for row in rows for _ in range(2)], expected, strict=True):
         prompt = tokenizer(row["prompt"])["input_ids"]
         assert clear_choices(
             whole(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1:-1]) == completion
-    # merging left it as it was
-    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
-    assert answers(model, "generate") == expected and answers(model, "continuous") == expected
+    assert answers(model) == expected
     assert expected != answers(
-        transformers.AutoModelForCausalLM.from_pretrained(ROOT / "tiny" / "model"), "generate")
+        transformers.AutoModelForCausalLM.from_pretrained(ROOT / "tiny" / "model"))
+    monkeypatch.setattr(main, "complete", continuous.complete)
+    assert answers(model) == expected
 
 
-def test_best_is_an_adapter_that_loads_from_anywhere_or_a_whole_model_on_request(
+def test_best_is_an_adapter_that_loads_from_anywhere_and_that_peft_makes_a_plain_model_of(
         tmp_path, monkeypatch):
-    ids = torch.arange(2, 30)[None]
-    logits = []
-    for merged in ("false", "true"):
-        assert start([*SMALL, *LORA, "training.max_steps=2", "validation.every=1",
-                      f"model.lora_merged={merged}", "training.learning_rate=0.02",
-                      f"run.dir={tmp_path / merged}"]) == 0
-        monkeypatch.chdir("/")
-        best = tmp_path / merged / "a" / "best"
-        model = transformers.AutoModelForCausalLM.from_pretrained(best).eval()
-        assert len(transformers.AutoTokenizer.from_pretrained(best)) == model.config.vocab_size
-        assert (best / "adapter_model.safetensors").exists() == (merged == "false")
-        assert (best / "model.safetensors").exists() == (merged == "true")
-        assert any("lora_" in name for name, _ in model.named_parameters()) == (merged == "false")
-        logits.append(model(ids).logits)
-        monkeypatch.chdir(ROOT)
-    assert torch.allclose(*logits, atol=1e-3)
+    def train(run):
+        """In place of main.train: the first evaluation, of adapters that are not fresh."""
+        with torch.no_grad():
+            for name, parameter in run.model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(0, 0.1)
+        main.evaluation_step(run)
+
+    monkeypatch.setattr(main, "train", train)
+    assert start([*SMALL, *LORA, f"run.dir={tmp_path}"]) == 0
+    monkeypatch.chdir("/")
+    best, folder, ids = tmp_path / "a" / "best", tmp_path / "merged", torch.arange(2, 30)[None]
+    adapted = transformers.AutoModelForCausalLM.from_pretrained(best).eval()
+    assert any("lora_" in name for name, _ in adapted.named_parameters())
+    assert ((best / "adapter_model.safetensors").exists()
+            and not (best / "model.safetensors").exists())
+    logits = [model(ids).logits for model in (
+        plain_model_of(best, folder), adapted,
+        transformers.AutoModelForCausalLM.from_pretrained(ROOT / "tiny" / "model").eval())]
+    monkeypatch.setitem(sys.modules, "peft", None)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert not any("lora_" in name for name, _ in plain.named_parameters())
+    assert torch.equal(plain(ids).logits, logits[0])
+    assert torch.allclose(logits[0], logits[1], atol=1e-4)
+    assert not torch.allclose(logits[1], logits[2], atol=0.1)
+    assert len(transformers.AutoTokenizer.from_pretrained(folder)) == plain.config.vocab_size
 
 
 @pytest.mark.parametrize("more", [[], LORA], ids=["full", "LoRA"])

@@ -23,7 +23,7 @@ from machinery.ranks import join
 SHORT = ["training.max_steps=3", "training.max_new_gen_tokens=24",
          "training.num_samples_per_step=2", "training.k_best_of_n=[4,4]",
          "data.num_validation=6", "data.max_rows=200", "validation.best_of_n=2"]
-TIMES = {"tokens_per_second", "seconds/sample", "seconds/learn", "memory_gb"}
+TIMES = {"tokens_per_second", "seconds/sample", "seconds/score", "seconds/learn", "memory_gb"}
 
 
 def run(num_ranks, folder, *more,
@@ -253,7 +253,7 @@ def test_step_metrics_are_means_over_groups_and_answers(one_rank):
     trajectories = [trajectory for group in groups for trajectory in group]
     run = SimpleNamespace(task=main.load_task(make_config()), log=Kept(),
                           optimizer=SimpleNamespace(param_groups=[{"lr": 0.125}]))
-    run.log.seconds = {"sample": 1.5, "learn": 0.5, "evaluate": 9.0}
+    run.log.seconds = {"sample": 1.25, "score": 0.25, "learn": 0.5, "evaluate": 9.0}
     nothing = {"loss": 0.0, "entropy": math.nan, "grad_norm": math.nan, "updated": 0,
                "non_finite": 0}
     update = {"loss": 2.0, "entropy": 0.5, "grad_norm": 1.0, "updated": 1, "non_finite": 0}

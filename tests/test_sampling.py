@@ -2,6 +2,7 @@
 right stop."""
 
 import functools
+import sys
 from types import SimpleNamespace
 
 import conftest
@@ -23,7 +24,10 @@ from processes import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import main
-from machinery.cache import ROOM, pad_prompts
+from machinery.policy import ROOM, pad_prompts
+
+sys.path.append(str(ROOT / "bench"))
+import continuous
 
 pytestmark = pytest.mark.mathematics
 make_model = functools.partial(conftest.make_model, spread=0.25)  # with clear choices
@@ -63,7 +67,18 @@ def sample(model, prompts, num_samples, **how):
     return sample_from(sampling_run(model, **how), prompts, num_samples)
 
 
-@pytest.mark.parametrize("engine", ["generate", "continuous"])
+@pytest.fixture
+def engine(request, monkeypatch):
+    """What answers are sampled with: `main.complete`, or what bench/continuous.py puts there."""
+    if request.param == "continuous":
+        monkeypatch.setattr(main, "complete", continuous.complete)
+    return request.param
+
+
+BOTH_ENGINES = pytest.mark.parametrize("engine", ["generate", "continuous"], indirect=True)
+
+
+@BOTH_ENGINES
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_samples_follow_the_models_softmax_whatever_its_generation_config_says(
         engine, temperature, tmp_path):
@@ -71,11 +86,10 @@ def test_samples_follow_the_models_softmax_whatever_its_generation_config_says(
     model.generation_config = GenerationConfig(do_sample=True, temperature=0.3, top_k=1, top_p=0.5,
                                                min_p=0.3, typical_p=0.5, repetition_penalty=2.0,
                                                no_repeat_ngram_size=1, eos_token_id=0)
-    num_samples = 6000
+    # a call of the other costs half a second before it begins, and the square of its rows
+    num_samples, at_once = {"generate": (6000, 6000), "continuous": (1500, 500)}[engine]
     trajectories = sample(model, [PROMPTS[0]], num_samples, sampling__temperature=temperature,
-                          training__max_new_gen_tokens=2,
-                          sampling__max_rows={"generate": num_samples, "continuous": 250}[engine],
-                          sampling__engine=engine)
+                          training__max_new_gen_tokens=2, sampling__max_rows=at_once)
     # Every pair of tokens, the second after the first: a repetition penalty would show in the
     # second only.
     expected = torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.float64)
@@ -218,12 +232,11 @@ def test_a_prompt_may_be_a_single_token(architecture):
         -1, torch.tensor(trajectory.completion_ids)[:, None])[:, 0], atol=1e-5)
 
 
-@pytest.mark.parametrize("engine", ["generate", "continuous"])
+@BOTH_ENGINES
 def test_each_call_samples_from_the_weights_as_they_are_and_leaves_the_model_as_it_was(engine):
     model = make_model().train()
     settings = model.generation_config.to_dict()
-    run = sampling_run(model, sampling__top_k=1, training__max_new_gen_tokens=20,
-                       sampling__engine=engine)
+    run = sampling_run(model, sampling__top_k=1, training__max_new_gen_tokens=20)
 
     def answers():
         main.refresh_sampler(run.sampler, model)  # as after a step: here there is nothing to copy
@@ -249,11 +262,12 @@ def test_each_call_samples_from_the_weights_as_they_are_and_leaves_the_model_as_
     model(torch.tensor([PROMPTS[0]])).logits.sum().backward()
 
 
-def test_the_continuous_engine_repeats_itself_with_the_seed_and_only_with_it():
+def test_continuous_batching_repeats_itself_with_the_seed_and_only_with_it(monkeypatch):
     def draw(seed):
         main.random_stream(seed, 1, "train")
-        return [t.completion_ids for t in sample(model, PROMPTS, 3, training__max_new_gen_tokens=10,
-                                                 sampling__engine="continuous")]
+        answers = sample(model, PROMPTS, 3, training__max_new_gen_tokens=10)
+        return [answer.completion_ids for answer in answers]
+    monkeypatch.setattr(main, "complete", continuous.complete)
     model = make_model()
     assert draw(0) == draw(0) != draw(1)
 
@@ -263,9 +277,9 @@ def test_an_answer_that_continuous_batching_has_lost_stops_the_run(monkeypatch):
     complete = type(model).generate_batch
     monkeypatch.setattr(type(model), "generate_batch",
                         lambda *arguments: dict(list(complete(*arguments).items())[1:]))
-    with pytest.raises(main.UserError,
-                       match="returned 5 of 6 answers.*set sampling.engine to generate"):
-        sample(model, PROMPTS, 2, training__max_new_gen_tokens=4, sampling__engine="continuous")
+    monkeypatch.setattr(main, "complete", continuous.complete)
+    with pytest.raises(main.UserError, match="continuous batching returned 5 of 6 answers"):
+        sample(model, PROMPTS, 2, training__max_new_gen_tokens=4)
 
 
 def test_the_chat_style_puts_the_same_question_through_the_template():

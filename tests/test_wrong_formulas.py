@@ -95,8 +95,8 @@ def run_tests_of(folder, test):
     for name in [name for name, module in sys.modules.items()
                  if (getattr(module, "__file__", None) or "").startswith(f"{ROOT}/tests")]:
         del sys.modules[name]
-    sys.path[:] = [path for path in sys.path
-                   if path not in {str(ROOT), str(ROOT / "tests"), str(ROOT / "examples"), ""}]
+    sys.path[:] = [path for path in sys.path if path not in {
+        "", str(ROOT), *(str(ROOT / name) for name in ("tests", "examples", "bench"))}]
     code = pytest.main(["--numprocesses=0", "--rootdir", str(folder), "-rf", "-p",
                         "no:cacheprovider", "-m", "", test])
     sys.stdout.flush()
@@ -109,8 +109,9 @@ def test_a_wrong_formula_is_noticed(what, tmp_path):
     for name in ("main.py", "logger.py", "countdown.py", "config.yaml", "pyproject.toml",
                  "README.md"):
         shutil.copy(ROOT / name, tmp_path / name)
-    for name in ("machinery", "tests", "tiny", "examples"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("machinery", "tests", "tiny", "examples", "bench"):
+        shutil.copytree(ROOT / name, tmp_path / name,
+                        ignore=shutil.ignore_patterns("__pycache__", ".venv"))
     path, = [path for path in SOURCES for _ in range(path.read_text().count(right))]
     (tmp_path / path.relative_to(ROOT)).write_text(path.read_text().replace(right, wrong))
     result = ranks(1, run_tests_of, tmp_path, str(tmp_path / "tests" / test), cwd=tmp_path)

@@ -1,0 +1,329 @@
+"""What the first users ran into: code that leaves, screens and files that are broken, numbers that
+leave the range. Nothing of it may end in a traceback, in a hang, or with 0 for a run that is not
+through."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import make_config, read_jsonl, run_main, start
+from processes import ROOT, inherited, ranks
+from test_resume import SMALL, outcome, run_without_curves, without_files
+
+import main
+
+TINY = [*SMALL, "training.max_new_gen_tokens=16", "checkpoint.every=1"]
+
+
+# ---------------------------------------------------------------- ends
+
+TASK = '''
+import os, signal, sys
+import countdown
+from countdown import *
+
+calls = 0
+RANK = int(os.environ.get("RANK", "0"))
+
+
+def leave(place):
+    global calls
+    calls += 1
+    if place == {place!r} and RANK >= {rank} and calls > {calls}:
+        {how}
+
+
+leave("import")
+
+
+def load(dataset, max_rows):
+    leave("load")
+    return countdown.load(dataset, max_rows)
+
+
+def reward_function(completion, row):
+    leave("reward")
+    return countdown.reward_function(completion, row)
+'''
+
+
+def write_task(folder, **how):
+    (folder / "own.py").write_text(TASK.format(**{"rank": 0, "calls": 0, **how}))
+    return "task.name=own.py"
+
+
+@pytest.mark.parametrize("how", ["sys.exit()", "sys.exit(0)", "sys.exit('enough')", "exit(3)",
+                                 "os._exit(0)", "os._exit(5)", "raise KeyboardInterrupt",
+                                 "raise GeneratorExit", "raise BaseException('mine')"])
+@pytest.mark.parametrize(("place", "says"), [("import", "cannot be imported"),
+                                             ("load", "its load() fails"),
+                                             ("reward", "reward_function failed")])
+def test_a_task_that_leaves_is_named_with_the_line_and_the_run_has_not_succeeded(
+        place, says, how, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    real_exit = os._exit
+    assert start([*TINY, write_task(tmp_path, place=place, how=how), "run.dir=."]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and len(said) <= 301 and "own.py" in said, said
+    assert said.startswith("error: ") and says in said and " at line 14 of " in said
+    assert os._exit is real_exit and not (tmp_path / "a" / "summary.json").exists()
+
+
+@pytest.mark.parametrize(("place", "calls"), [("load", 0), ("reward", 0), ("reward", 28)],
+                         ids=["load", "first evaluation", "training"])
+@pytest.mark.parametrize("how", ["sys.exit(0)", "os._exit(0)", "os.abort()"])
+def test_one_rank_that_leaves_takes_all_along_and_what_was_saved_is_kept(
+        place, calls, how, tmp_path):
+    """Also where C code ends the process, of which only its stack can tell."""
+    task = write_task(tmp_path, place=place, how=how, rank=1, calls=calls)
+    tiny = [f"model.name={ROOT / 'tiny' / 'model'}"]
+    result = ranks(2, run_without_curves, *TINY, task, *tiny, "run.dir=.", "training.max_steps=9",
+                   cwd=tmp_path)
+    assert all(result.codes) and "\nTraceback (most recent call last)" not in result.stderr
+    if how == "os.abort()":
+        assert "Fatal Python error: Aborted" in result.stderr and "own.py" in result.stderr
+    else:
+        assert "own.py" in result.stderr and "(SystemExit: 0)" in result.stderr, result.stderr
+    assert not (tmp_path / "a" / "summary.json").exists()
+    saved = [path.name for path in (tmp_path / "a").glob("checkpoints/*")]
+    assert all(name.startswith("step-") for name in saved) and len(saved) == 2 * bool(calls)
+
+
+# ---------------------------------------------------------------- tasks
+
+@pytest.mark.parametrize(("code", "says"), [
+    ("REWARD_WEIGHTS = ['answer']", "REWARD_WEIGHTS"), ("REWARD_WEIGHTS = {}", "REWARD_WEIGHTS"),
+    ("REWARD_WEIGHTS = {'answer': '1'}", "REWARD_WEIGHTS"),
+    ("REWARD_WEIGHTS = {'answer': float('inf')}", "REWARD_WEIGHTS={'answer': inf}"),
+    ("REWARD_WEIGHTS = {3: 1.0}; SOLVED = 3", "REWARD_WEIGHTS"), ("SOLVED = None", "SOLVED=None"),
+    ("REWARD_WEIGHTS = {'answer': 1, 'answer_std': 1}", "['answer_std'] name metrics"),
+    ("REWARD_WEIGHTS = {'answer': 1, 'solved/3': 1}", "['solved/3'] name metrics"),
+    ("del SOLVED", "no attribute 'SOLVED'"), ("load = 3", "has to define load()"),
+    ("reward_function = None", "reward_function()"), ("REPLY_START = 1", "REPLY_START"),
+    ("SYSTEM_MESSAGE = ['Be brief.']", "SYSTEM_MESSAGE"),
+    ("def load(*_):\n    yield {'prompt': 'half a \\ud800'}", "surrogates not allowed"),
+    ("def load(*_):\n    return [{'prompt': ''}] * 9", "the prompt of row 1 is '', no text"),
+    ("def load(*_):\n    return None", "its load() fails"),
+    ("def load(*_):\n    return []", "0 different problems"),
+    ("def load(*_):\n    return [{'prompt': str(i), 'f': lambda: 0} for i in range(99)]",
+     "cannot go from one process to another")])
+def test_wrong_names_and_rows_of_a_task_are_found_before_the_first_sample(
+        code, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(main, "sample", None)
+    (tmp_path / "own.py").write_text(f"from countdown import *\n{code}\n")
+    assert start([*TINY, "task.name=own.py", "run.dir=."]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and says in said and "own.py" in said and len(said) <= 301, said
+
+
+def test_rows_may_come_from_a_generator_and_parts_be_any_kind_of_number(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(
+        "import numpy, torch\nSOLVED = 'right'\nREWARD_WEIGHTS = {'right': 1, 'long': True}\n"
+        "def load(dataset, max_rows):\n    return ({'prompt': str(i)} for i in range(99))\n"
+        "def reward_function(completion, row):\n"
+        "    return {'right': numpy.float32(len(completion) % 2), 'long': torch.tensor(0.5)}\n")
+    assert start([*TINY, "task.name=own.py", "run.dir=.", "training.max_steps=1"]) == 0
+    assert read_jsonl(tmp_path / "a" / "metrics.jsonl")[1]["reward/long"] == 0.5
+
+
+# ---------------------------------------------------------------- the screen
+
+def with_stdout(kind, *arguments):
+    if kind == "full":
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+    if kind == "gone":
+        readable, writable = os.pipe()
+        os.dup2(writable, 1)
+        os.close(readable)
+    if kind == "ascii":
+        sys.stdout.reconfigure(encoding="ascii", errors="strict")
+    run_without_curves(*arguments)
+
+
+@pytest.mark.parametrize("kind", ["full", "gone", "ascii"])
+def test_a_screen_that_is_full_gone_or_of_few_characters_costs_what_would_be_seen_and_no_run(
+        kind, tmp_path):
+    """Also what a reward prints."""
+    (tmp_path / "own.py").write_text(
+        "import countdown\nfrom countdown import *\ndef reward_function(completion, row):\n"
+        "    print('é' * 10_000)\n    return countdown.reward_function(completion, row)\n")
+    result = ranks(1, with_stdout, kind, *TINY, f"task.name={tmp_path / 'own.py'}",
+                   f"run.dir={tmp_path}", "training.max_steps=1")
+    assert result.returncode == 0 and not result.stderr, result.stderr
+    assert json.loads((tmp_path / "a" / "summary.json").read_text())["steps"] == 1
+    assert kind != "ascii" or "\\xb1" in result.stdout  # of 0.5 ± 0.1
+
+
+def test_closed_streams_cost_no_run_and_the_first_words_come_before_the_libraries(tmp_path):
+    """A descriptor that is closed would be the next file's, and what is printed written there."""
+    command = [sys.executable, ROOT / "main.py", *TINY, f"run.dir={tmp_path}",
+               "training.max_steps=1"]
+    line = " ".join(f"'{word}'" for word in command)
+    both = [subprocess.run(["sh", "-c", f"{line} run.name={name} {how}"], env=inherited(),
+                           cwd=tmp_path, capture_output=True, text=True, check=False)
+            for name, how in (("a", ">&- 2>&- <&-"), ("b", ""))]
+    assert [result.returncode for result in both] == [0, 0], both
+    assert both[0].stdout == both[0].stderr == ""
+    assert both[1].stdout.startswith("importing PyTorch and transformers")
+    for name in "ab":
+        assert len(read_jsonl(tmp_path / name / "metrics.jsonl")) == 3
+
+
+def test_an_env_file_that_is_no_text_is_one_line(tmp_path):
+    shutil.copytree(ROOT / "machinery", tmp_path / "machinery")
+    (tmp_path / ".env").write_bytes(b"HF_TOKEN=\xff\n")
+    result = subprocess.run([sys.executable, "-c", "import machinery"], cwd=tmp_path, text=True,
+                            capture_output=True, check=False)
+    assert result.returncode == 1 and result.stderr.count("\n") == 1
+    assert f"error: {tmp_path / '.env'} cannot be read as UTF-8 text" in result.stderr
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 200])
+def test_every_line_fits_the_screen_and_nothing_on_it_moves_the_cursor(
+        columns, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(
+        "SOLVED = 'right'\nREWARD_WEIGHTS = {'right': 1.0}\n"
+        "def load(dataset, max_rows):\n"
+        "    return [{'prompt': f'Do \\x1b[2J\\r add {i} and one, ' + 'word ' * 40 + '\\u202e'}\n"
+        "            for i in range(99)]\n"
+        "def reward_function(completion, row):\n    return {'right': float(len(completion) % 2)}\n")
+    assert start([*TINY, "task.name=own.py", "run.dir=.", "training.max_steps=3"]) == 0
+    *lines, summary = capsys.readouterr().out.splitlines()
+    assert json.loads(summary)["steps"] == 3  # where stdout is no terminal
+    assert max(map(len, lines)) <= columns - 1, lines
+    assert all(line.isprintable() for line in lines) and any("\\x1b[2J" in line for line in lines)
+    steps = [line for line in lines if line.startswith("step ")]
+    assert len(steps) == 3 and all(("tok/s" in line) == (columns == 200) for line in steps)
+    # the words that all questions share are shown once
+    assert sum("word word" in line for line in lines) == sum(
+        "word word" in line for line in lines[:lines.index(steps[0])]) > 0
+
+
+def test_scoring_that_takes_its_time_is_shown(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("logger.SECONDS_BETWEEN_PROGRESS_LINES", 0.2)
+    (tmp_path / "own.py").write_text(
+        "import countdown, time\nfrom countdown import *\ndef reward_function(completion, row):\n"
+        "    time.sleep(0.1)\n    return countdown.reward_function(completion, row)\n")
+    assert start([*TINY, "task.name=own.py", "run.dir=.", "training.max_steps=1"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("\nscore ") >= 4 and "s/it" in said or "it/s" in said
+    assert read_jsonl(tmp_path / "a" / "metrics.jsonl")[1]["seconds/score"] > 0.7
+
+
+# ---------------------------------------------------------------- numbers
+
+def test_weights_that_leave_the_range_end_in_one_line_and_no_checkpoint_is_made_of_them(
+        tmp_path, capsys):
+    settings = [*TINY, f"run.dir={tmp_path}", "training.max_new_gen_tokens=48"]
+    assert start([*settings, "training.max_steps=2"]) == 0
+    good = outcome(tmp_path / "a")
+    capsys.readouterr()
+    for every in (1, 100):  # found as it is saved, or as it is sampled from
+        assert start([*settings, "training.max_steps=9", "training.learning_rate=1e12",
+                      "run.resume_anyway=true", f"checkpoint.every={every}"]) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and "lower training.learning_rate" in said, said
+        assert "step 3 has left" in said or "after step 3 the model" in said
+        assert outcome(tmp_path / "a")["tensors"] == good["tensors"]
+    assert start([*settings, "training.max_steps=3"]) == 0
+
+
+# ---------------------------------------------------------------- files that someone has changed
+
+def truncated(path, size):
+    os.truncate(path, size)
+
+
+def emptied(path, _):
+    path.write_bytes(b"")
+
+
+def deleted(path, _):
+    path.unlink()
+
+
+def garbled(path, size):
+    path.write_bytes(path.read_bytes()[:size] + b"\xff\x00{" + path.read_bytes()[size + 3:])
+
+
+@pytest.mark.parametrize("damage", [truncated, emptied, deleted, garbled])
+@pytest.mark.parametrize("max_steps", [2, 3], ids=["finished", "goes on"])
+def test_metrics_and_samples_that_were_cut_are_missed_and_the_run_goes_on(
+        damage, max_steps, tmp_path, capsys):
+    settings = [*TINY, f"run.dir={tmp_path}", "validation.every=1"]
+    assert start([*settings, "training.max_steps=2"]) == 0
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        damage(tmp_path / "a" / name, 700)
+    capsys.readouterr()
+    assert start([*settings, f"training.max_steps={max_steps}"]) == 0
+    said = capsys.readouterr().out
+    assert damage is garbled or said.count("has lost a part") == 2
+    summary = json.loads((tmp_path / "a" / "summary.json").read_text())
+    lines = (tmp_path / "a" / "metrics.jsonl").read_text(errors="replace").splitlines()
+    assert summary["last"] == json.loads(lines[-1]) and summary["steps"] == max_steps
+    if damage in (emptied, deleted):  # how it began is not known any more, and not made up
+        assert summary["first"] is None and "solved unknown -> " in said
+    if max_steps == 3:
+        assert [json.loads(line)["step"] for line in lines[-2:]] == [3, 3]
+
+
+@pytest.mark.parametrize("how", ["deleted", "its folder deleted", "a folder of one's own"])
+def test_best_that_is_missing_or_in_the_way_is_said_and_made_anew_by_a_better_evaluation(
+        how, tmp_path, monkeypatch, capsys):
+    settings = [*TINY, f"run.dir={tmp_path}", "validation.every=1"]
+    assert start([*settings, "training.max_steps=1"]) == 0
+    best, capsys_before = tmp_path / "a" / "best", capsys.readouterr()
+    folder = best.resolve()
+    if how != "its folder deleted":
+        best.unlink()
+    if how == "a folder of one's own":
+        shutil.copytree(folder, best)
+        (best / "note").touch()
+    else:
+        shutil.rmtree(folder, ignore_errors=how == "deleted")
+    assert start([*settings, "training.max_steps=1"]) == 0 and capsys_before
+    said, missing = capsys.readouterr().out, how != "a folder of one's own"
+    assert said.count(f"warning: {best} is missing") == 1 + missing
+    assert (json.loads((tmp_path / "a" / "summary.json").read_text())["best"] is None)
+    evaluate = main.evaluate
+
+    def better(run):  # an evaluation that is better than any
+        groups = evaluate(run)
+        for group in groups:
+            for answer in group:
+                answer.reward = answer.parts["answer"] = 2.0
+        return groups
+
+    monkeypatch.setattr(main, "evaluate", better)
+    assert start([*settings, "training.max_steps=2"]) == 0
+    assert best.is_symlink() and best.resolve().name == "best-000002"
+    assert missing or (tmp_path / "a" / "copy-of-best-000002" / "note").exists()
+    assert json.loads((tmp_path / "a" / "summary.json").read_text())["best"]["step"] == 2
+
+
+def test_a_run_without_its_checkpoints_or_config_begins_anew_or_goes_on(tmp_path):
+    settings = [*TINY, f"run.dir={tmp_path}", "training.max_steps=2"]
+    assert start(settings) == 0
+    whole = outcome(tmp_path / "a")
+    (tmp_path / "a" / "config.yaml").unlink()
+    assert start(settings) == 0 and (tmp_path / "a" / "config.yaml").exists()
+    shutil.rmtree(tmp_path / "a" / "checkpoints")
+    assert start(settings) == 0
+    assert without_files(outcome(tmp_path / "a")) == without_files(whole)
+
+
+def test_the_name_of_a_run_is_one_plain_name_and_nothing_is_touched_otherwise(tmp_path):
+    for name in ("a/b", "/tmp/x", ".", "..", "...", "", "a\0b"):
+        with pytest.raises(main.UserError, match="plain name"):
+            make_config(run__name=name, run__dir=str(tmp_path))
+    assert not list(tmp_path.iterdir())
+    folder = main.RunFolder(make_config(run__name="a b é", run__dir=str(tmp_path)))
+    assert folder.path == tmp_path / "a b é" and run_main
