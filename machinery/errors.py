@@ -45,7 +45,7 @@ def blame(what: str, kinds: tuple[type[BaseException], ...] = (Exception,)):
     except kinds as error:  # libraries raise many unrelated types
         if isinstance(error, UserError) or is_out_of_memory(error):
             raise
-        raise UserError(f"{what} ({type(error).__name__}: {said(error, 100)})") from error
+        raise UserError(f"{what} ({type(error).__name__}: {said(error, 105)})") from error
 
 
 @contextmanager

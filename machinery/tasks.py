@@ -136,5 +136,5 @@ def grade(task, answer) -> dict[str, float]:
             values = {part: float(parts[part]) for part in names}
             if all(abs(value) <= MOST for value in values.values()):
                 return values
-        raise TypeError(f"it returned {parts!r} on {completion!r}; return a dictionary with a "
-                        f"number, of at most {MOST:g}, for each of {', '.join(names)}")
+        raise TypeError(f"it returned {parts!r}, and not a number, of at most {MOST:g}, for each "
+                        f"of {', '.join(names)} on {completion!r}")

@@ -212,10 +212,10 @@ def reward_function(completion, row):
 
 @pytest.mark.parametrize(("failure", "says"), [
     ('raise KeyError("steps")', "failed at line 6 of {path} (KeyError: 'steps')"),
-    ('return float("nan")', "failed (TypeError: it returned {{'answer': 0.0, 'format': nan}} on "),
-    ("return 1e308", "failed (TypeError: it returned {{'answer': 0.0, 'format': 1e+308}} on "),
+    ('return float("nan")', "failed (TypeError: it returned {{'answer': 0.0, 'format': nan}}, "),
+    ("return 1e308", "failed (TypeError: it returned {{'answer': 0.0, 'format': 1e+308}}, "),
     ("return 1 + None", "failed at line 6 of {path} (TypeError"),
-    ("return None", "failed (TypeError: it returned {{'answer': 0.0, 'format': None}} on "),
+    ("return None", "failed (TypeError: it returned {{'answer': 0.0, 'format': None}}, "),
     ("import sys; sys.exit(0)", "failed at line 6 of {path} (SystemExit: 0)"),
     ("import os; os._exit(0)", "failed at line 6 of {path} (SystemExit: 0)"),
     ("raise KeyboardInterrupt", "failed at line 6 of {path} (KeyboardInterrupt: )"),
