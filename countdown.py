@@ -17,7 +17,7 @@ A reward that needs a process starts it with `subprocess`, or with multiprocessi
 "forkserver". Never with `os.fork`, which is multiprocessing's "fork", on Linux its default before
 Python 3.14: the trainer has threads, and a process forked from one that has can wait for ever for a
 lock that another thread held. The trainer waits for a reward that takes long (where there are
-several ranks, two hours), and after a minute or so it says for which.
+several ranks, two hours), and after each minute of one it shows the line where it stands.
 
 A row may also carry "group" (evaluation is broken down by it) and "problem" (rows with an equal one
 are the same problem and never stand on both sides of the validation split).

@@ -81,7 +81,7 @@ class Logger:
                 bookmark = self._go_on(*self.folder.checkpoint)
             self.started -= bookmark["seconds"]
             for name in KEPT:
-                self._cut_back(self.path / name, bookmark["bytes"][name])
+                self._cut_back(self.path / name, bookmark["bytes"].get(name, sys.maxsize))
             lines = (self.path / "metrics.jsonl").read_text(errors="replace").splitlines()
         for line in lines:
             with contextlib.suppress(ValueError):  # one that someone has cut

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import transformers
 
 import main
-from machinery.checkpoints import NOTHING_KEPT
+from machinery.checkpoints import NONE_KEPT
 from machinery.launch import leave
 from machinery.ranks import DEVICE, RANK, join
 from machinery.settings import ROOT, load_config
@@ -44,7 +44,7 @@ SHAPES = {
 
 NO_BAR = SimpleNamespace(update=lambda n: None)
 # In place of checkpoints.RunFolder: nothing to go on from.
-NO_FOLDER = SimpleNamespace(restore=lambda model, optimizer: (0, NOTHING_KEPT))
+NO_FOLDER = SimpleNamespace(restore=lambda model, optimizer: (0, NONE_KEPT))
 # `training_step` would evaluate at these, which is not what is measured.
 NEVER_EVALUATE = ["validation.every=1000000000", "training.max_steps=1000000000"]
 

@@ -4,7 +4,6 @@ import fcntl
 import json
 import os
 import shutil
-import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from machinery.ranks import LOCAL_RANK, RANK, WORLD_SIZE, together
 from machinery.settings import FREE_KEYS, Config, default_run_name, flatten
 from machinery.tasks import encode_prompt
 
-NOTHING_KEPT = (-1e10, -1e10)  # as the quality of what is in best/
+NONE_KEPT = (-1e10, -1e10)  # as the quality of what is in best/
 
 class RunFolder:
     """runs/<name>, with checkpoints/step-NNNNNN and the link best. Rank 0 writes."""
@@ -48,7 +47,7 @@ class RunFolder:
                      (OSError, SafetensorError))
 
     def _take(self):
-        """The folder is ours as long as the returned file is open, or the process lives."""
+        """Ours as long as the returned file is open."""
         with blame(f"run.dir={self.config.run.dir!r} cannot be written to", (OSError,)):
             self.path.mkdir(parents=True, exist_ok=True)
             lock = open(self.path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115
@@ -94,7 +93,7 @@ class RunFolder:
     def restore(self, model, optimizer) -> tuple[int, tuple[float, float]]:
         """Loads the checkpoint, if any, from the disk of one rank: its step, how good best/ is."""
         if self.checkpoint is None:
-            return 0, NOTHING_KEPT
+            return 0, NONE_KEPT
         (path, reader, saved), tensors = self.checkpoint, state_tensors(model, optimizer)
         with together(), blame(f"{path} is of another model than {self.config.model.name!r}"):
             if RANK == reader:
@@ -103,8 +102,7 @@ class RunFolder:
                         tensor.copy_(file.get_tensor(name))
         for tensor in tensors.values():
             dist.broadcast(tensor, reader)
-        is_kept = (self.path / "best").exists()  # not where this folder is new to the run
-        return saved["step"], tuple(saved["best"]) if is_kept else NOTHING_KEPT
+        return saved["step"], tuple(saved["best"]) if (self.path / "best").exists() else NONE_KEPT
 
     def save(self, run) -> None:
         """All that going on from here takes; random numbers have no state."""
@@ -166,13 +164,15 @@ def find_checkpoints(folder: Path) -> list[Path]:  # the newest first
 def newest_checkpoint(folder: Path, is_ours: bool) -> tuple[Path, int, dict] | None:
     """The newest complete one of a run, or `folder` itself if it is one: path, rank, state.json."""
     for path in find_checkpoints(folder) or [folder]:
-        with suppress(OSError, ValueError, TypeError, SafetensorError):
+        with suppress(OSError, ValueError, TypeError, LookupError, SafetensorError):
             state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+            sum([state["step"], state["num_ranks"], state["log"]["seconds"], state["best"][1],
+                 state["config"]["training.num_samples_per_step"]])  # all are there, and numbers
             with safe_open(path / "tensors.safetensors", "pt"):  # refuses what is cut or garbled
-                if {"step", "best", "num_ranks", "config", "log"} <= set(state):
+                if not is_ours or path.name == f"step-{state['step']:06d}":
                     return path, RANK, state
         if path != folder and is_ours:
-            print(f"warning: {path} is damaged and is set aside", file=sys.stderr)
+            print(f"warning: {path} is damaged and is set aside")
             with suppress(FileNotFoundError):  # another machine that shares the folder was quicker
                 path.rename(path.with_name(f"damaged-{os.getpid()}-{path.name}"))
     return None

@@ -31,7 +31,6 @@ def said(error: BaseException, most: int = 300) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """In its middle."""
     half = (most - 5) // 2
     return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"
 

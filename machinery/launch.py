@@ -56,8 +56,10 @@ def launch(main: Callable[[list[str]], None], arguments: list[str] | None = None
         own = getattr(sys, f"__{name}__")
         if getattr(sys, name) is own:  # else it is someone else's
             raw = io.BufferedWriter(Screen(number, "w", closefd=False))
-            setattr(sys, name, io.TextIOWrapper(raw, own.encoding if own else "utf-8",
-                                                "backslashreplace", line_buffering=True))
+            stream = io.TextIOWrapper(raw, own.encoding if own else "utf-8", "backslashreplace",
+                                      line_buffering=True)
+            stream.close = stream.flush  # it is not a task's to close
+            setattr(sys, name, stream)
     faulthandler.enable(2)  # says where, when C code ends the process
     try:
         join()

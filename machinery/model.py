@@ -3,7 +3,6 @@
 import copy
 import logging
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,14 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from machinery.errors import UserError, blame
 from machinery.policy import Policy
-from machinery.ranks import DEVICE, RANK, random_stream
+from machinery.ranks import DEVICE, random_stream
 from machinery.settings import ROOT, Config, beside_main
 
 
 def load_model(config: Config):
     """The model, on this rank's device, and its tokenizer."""
-    if RANK != 0 or not sys.stdout.isatty():
-        transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()  # of each file that is read or written
     name = beside_main(config.model.name)
     first, *more = Path(name).parts
     if not os.path.isdir(name) and (name[0] in "./" or len(more) > 1 or os.path.exists(name)

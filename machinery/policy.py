@@ -1,5 +1,4 @@
-"""Answers in, log-probabilities of their tokens out, without logits for all of them at once; and
-how a prompt is read once, however many answers it has."""
+"""Answers in, log-probabilities of their tokens out; and how a prompt is read once for them all."""
 
 import copy
 from types import SimpleNamespace
@@ -9,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import DynamicLayer
 
+from machinery.errors import blame
 from machinery.settings import Config
 
 NOTHING = SimpleNamespace(prompt_ids=[0], completion_ids=[0])  # an answer, as small as they come
@@ -92,8 +92,9 @@ def warm_up(policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """One backward pass and one step of nothing: after its first pass DDP changes its buckets, and
     so the last bit of sums; AdamW's moments come into being at its first step."""
     policy.train()
-    logprobs, _ = policy([NOTHING])
-    logprobs.sum().backward()
+    with blame("the model takes no backward pass here; see model.attention"):
+        logprobs, _ = policy([NOTHING])
+        logprobs.sum().backward()
     policy.zero_grad(set_to_none=False)
     optimizer.step()
     for moments in optimizer.state.values():

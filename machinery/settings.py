@@ -22,7 +22,7 @@ Natural = Annotated[StrictInt, Field(ge=0)]
 Count = Annotated[StrictInt, Field(ge=1)]
 # Also the text 1e-4, as YAML reads it without a dot; but true is no 1.0.
 NotTrue = pydantic.BeforeValidator(lambda value: "true" if value is True else value)
-Number = Annotated[float, Field(allow_inf_nan=False), NotTrue]
+Number = Annotated[float, Field(allow_inf_nan=False, ge=-1e9, le=1e9), NotTrue]
 Positive = Annotated[Number, Field(gt=0)]
 Decay = Annotated[Number, Field(ge=0, lt=1)]
 Text = Annotated[StrictStr, Field(pattern=r"^[^\x00]+$")]  # what a path may be

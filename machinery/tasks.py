@@ -40,17 +40,18 @@ def load_task(config: Config) -> SimpleNamespace:
                 "{'right': 1.0}, SOLVED, which names one of them, and nothing but text as "
                 "SYSTEM_MESSAGE and REPLY_START"):
         parts, solved = list(task.REWARD_WEIGHTS), task.SOLVED
-        texts = [getattr(task, name, "") for name in ("SYSTEM_MESSAGE", "REPLY_START")]
+        for text in ("SYSTEM_MESSAGE", "REPLY_START"):
+            (getattr(task, text, None) or "").encode()
         if not (callable(task.load) and callable(task.reward_function) and solved in parts
-                and all(abs(weight + 0.0) <= MOST for weight in task.REWARD_WEIGHTS.values())
-                and all(isinstance(text, str) for text in texts)):
+                and all(abs(weight + 0.0) <= MOST for weight in task.REWARD_WEIGHTS.values())):
             raise TypeError(f"SOLVED={solved!r}, REWARD_WEIGHTS={task.REWARD_WEIGHTS!r}")
         if taken := [part for part in parts if part in TAKEN and not part == solved == "solved"
                      or part.endswith(("_std", "_ci95")) or not re.fullmatch(r"[\w .-]+", part)]:
             raise ValueError(f"{taken} name metrics, not parts of a reward")
     if unknown := ", ".join(sorted(set(chosen or {}) - set(parts))):
         raise UserError(f"task.reward_weights: no {unknown} among the parts {', '.join(parts)}")
-    return SimpleNamespace(**{**vars(task), "REWARD_WEIGHTS": chosen or task.REWARD_WEIGHTS})
+    weights = {part: float(weight) for part, weight in (chosen or task.REWARD_WEIGHTS).items()}
+    return SimpleNamespace(**{**vars(task), "REWARD_WEIGHTS": weights})
 
 
 def encode_prompt(row: dict, task, tokenizer, config: Config) -> list[int]:
@@ -121,13 +122,12 @@ def check_lengths(rows: list[dict], model, task, tokenizer, config: Config) -> N
 
 def grade(task, answer) -> dict[str, float]:
     """The parts of an answer's reward. A reward that does not answer shows where it stands."""
-    completion, row = answer.completion, answer.row
     with theirs("reward_function failed"):
         faulthandler.dump_traceback_later(SECONDS_FOR_A_REWARD, repeat=True, file=2)
         try:
-            parts = task.reward_function(completion, row)
+            parts = task.reward_function(answer.completion, dict(answer.row))
         except BaseException as error:
-            error.add_note(f"on the completion {completion!r} to {row!r}")
+            error.add_note(f"on the completion {answer.completion!r} to {answer.row!r}")
             raise
         finally:
             faulthandler.cancel_dump_traceback_later()
@@ -137,4 +137,4 @@ def grade(task, answer) -> dict[str, float]:
             if all(abs(value) <= MOST for value in values.values()):
                 return values
         raise TypeError(f"it returned {parts!r}, and not a number, of at most {MOST:g}, for each "
-                        f"of {', '.join(names)} on {completion!r}")
+                        f"of {', '.join(names)} on {answer.completion!r}")

@@ -4,6 +4,7 @@ through."""
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -104,6 +105,7 @@ def test_one_rank_that_leaves_takes_all_along_and_what_was_saved_is_kept(
     ("del SOLVED", "no attribute 'SOLVED'"), ("load = 3", "has to define load()"),
     ("reward_function = None", "reward_function()"), ("REPLY_START = 1", "REPLY_START"),
     ("SYSTEM_MESSAGE = ['Be brief.']", "SYSTEM_MESSAGE"),
+    ("SYSTEM_MESSAGE = '\\ud800'", "surrogates not allowed"),
     ("def load(*_):\n    yield {'prompt': 'half a \\ud800'}", "surrogates not allowed"),
     ("def load(*_):\n    return [{'prompt': ''}] * 9", "the prompt of row 1 is '', no text"),
     ("def load(*_):\n    return None", "its load() fails"),
@@ -121,11 +123,13 @@ def test_wrong_names_and_rows_of_a_task_are_found_before_the_first_sample(
 
 
 def test_rows_may_come_from_a_generator_and_parts_be_any_kind_of_number(tmp_path, monkeypatch):
+    """And what a reward does to its row stays there."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(
-        "import numpy, torch\nSOLVED = 'right'\nREWARD_WEIGHTS = {'right': 1, 'long': True}\n"
+        "import numpy, torch\nSOLVED = 'right'\n"
+        "REWARD_WEIGHTS = {'right': numpy.float32(1), 'long': True}\n"
         "def load(dataset, max_rows):\n    return ({'prompt': str(i)} for i in range(99))\n"
-        "def reward_function(completion, row):\n"
+        "def reward_function(completion, row):\n    row.clear()\n"
         "    return {'right': numpy.float32(len(completion) % 2), 'long': torch.tensor(0.5)}\n")
     assert start([*TINY, "task.name=own.py", "run.dir=.", "training.max_steps=1"]) == 0
     assert read_jsonl(tmp_path / "a" / "metrics.jsonl")[1]["reward/long"] == 0.5
@@ -150,8 +154,10 @@ def test_a_screen_that_is_full_gone_or_of_few_characters_costs_what_would_be_see
         kind, tmp_path):
     """Also what a reward prints."""
     (tmp_path / "own.py").write_text(
-        "import countdown\nfrom countdown import *\ndef reward_function(completion, row):\n"
-        "    print('é' * 10_000)\n    return countdown.reward_function(completion, row)\n")
+        "import countdown, sys\nfrom countdown import *\n"
+        "def reward_function(completion, row):\n"
+        "    print('é' * 10_000)\n    sys.stdout.close()\n"
+        "    return countdown.reward_function(completion, row)\n")
     result = ranks(1, with_stdout, kind, *TINY, f"task.name={tmp_path / 'own.py'}",
                    f"run.dir={tmp_path}", "training.max_steps=1")
     assert result.returncode == 0 and not result.stderr, result.stderr
@@ -227,11 +233,11 @@ def test_weights_that_leave_the_range_end_in_one_line_and_no_checkpoint_is_made_
     good = outcome(tmp_path / "a")
     capsys.readouterr()
     for every in (1, 100):  # found as it is saved, or as it is sampled from
-        assert start([*settings, "training.max_steps=9", "training.learning_rate=1e12",
+        assert start([*settings, "training.max_steps=9", "training.learning_rate=1e9",
                       "run.resume_anyway=true", f"checkpoint.every={every}"]) == 2
         said = capsys.readouterr().err
         assert said.count("\n") == 1 and "lower training.learning_rate" in said, said
-        assert "step 3 has left" in said or "after step 3 the model" in said
+        assert "step 3 has left" in said or re.search(r"after step \d the model", said)
         assert outcome(tmp_path / "a")["tensors"] == good["tensors"]
     assert start([*settings, "training.max_steps=3"]) == 0
 

@@ -267,8 +267,13 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_goes_on_to_the_sam
     def garble(path):
         path.write_bytes(random.Random(path.name).randbytes(path.stat().st_size))
 
+    def falsify(path):  # JSON all the same
+        state = json.loads(path.read_text()) if path.name == "state.json" else {}
+        path.write_text(json.dumps({**state, random.Random(path.parent.name).choice(
+            ["step", "best", "num_ranks", "config", "log"]): {}}))
+
     for name in names:
-        for damage in (truncate, garble, lambda path: path.write_text("[]"),
+        for damage in (truncate, garble, falsify, lambda path: path.write_text("[]"),
                        lambda path: path.write_bytes(b""),
                        lambda path: path.unlink()):
             shutil.rmtree(tmp_path / "damaged", ignore_errors=True)
@@ -278,7 +283,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_goes_on_to_the_sam
             assert start([*SMALL, *EVERY_STEP, "training.max_steps=3",
                           f"run.dir={tmp_path / 'damaged'}"]) == 0
             said = capsys.readouterr()
-            assert ("step-000003 is damaged and is set aside" in said.err
+            assert ("step-000003 is damaged and is set aside" in said.out
                     and "step-000002\n" in said.out)
             found = outcome(tmp_path / "damaged" / "a")
             assert any(re.fullmatch(r"damaged-\d+-step-000003", name) for name in found["files"])
