@@ -263,7 +263,8 @@ class Logger:
         base = "" if Path(config.model.name).exists() else f"base_model: {config.model.name}\n"
         results = "\n".join(f"| {name} | {_interval(first, name)} | {_interval(metrics, name)} |"
                             for name in ("eval/solved", "eval/best_of_n"))
-        (folder / "README.md").write_text((ROOT / "machinery" / "card.md").read_text().format(
+        template = (ROOT / "machinery" / "card.md").read_text(encoding="utf-8")
+        (folder / "README.md").write_text(template.format(
             base=base, name=self.path.name, step=step, results=results, prompt=json.dumps(prompt),
             folder=self.path / "best", **dict(config),
             settings=yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)),

@@ -333,3 +333,11 @@ def test_the_name_of_a_run_is_one_plain_name_and_nothing_is_touched_otherwise(tm
     assert not list(tmp_path.iterdir())
     folder = main.RunFolder(make_config(run__name="a b é", run__dir=str(tmp_path)))
     assert folder.path == tmp_path / "a b é" and run_main
+
+
+def test_a_run_where_the_locale_knows_no_unicode_is_as_any_other(tmp_path):
+    result = subprocess.run(
+        [sys.executable, ROOT / "main.py", *TINY, f"run.dir={tmp_path}", "training.max_steps=1"],
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+        env={**inherited(), "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"})
+    assert result.returncode == 0 and "\\xb1" in result.stdout, result.stderr
