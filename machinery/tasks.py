@@ -126,15 +126,15 @@ def grade(task, answer) -> dict[str, float]:
         faulthandler.dump_traceback_later(SECONDS_FOR_A_REWARD, repeat=True, file=2)
         try:
             parts = task.reward_function(answer.completion, dict(answer.row))
+            names = dict.fromkeys([*task.REWARD_WEIGHTS, task.SOLVED])
+            with suppress(Exception):
+                values = {part: float(parts[part]) for part in names}
+                if all(abs(value) <= MOST for value in values.values()):
+                    return values
+            raise TypeError(f"it returned {parts!r}, not a number up to {MOST:g} for each of "
+                            f"{', '.join(names)}")
         except BaseException as error:
             error.add_note(f"on the completion {answer.completion!r} to {answer.row!r}")
             raise
         finally:
             faulthandler.cancel_dump_traceback_later()
-        names = dict.fromkeys([*task.REWARD_WEIGHTS, task.SOLVED])
-        with suppress(Exception):
-            values = {part: float(parts[part]) for part in names}
-            if all(abs(value) <= MOST for value in values.values()):
-                return values
-        raise TypeError(f"it returned {parts!r}, and not a number, of at most {MOST:g}, for each "
-                        f"of {', '.join(names)} on {answer.completion!r}")

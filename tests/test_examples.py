@@ -229,7 +229,7 @@ def test_a_reward_that_fails_stops_the_run_with_its_name_and_the_completion(
     said, whole = capsys.readouterr().err, (tmp_path / "runs" / "a" / "error-0.txt").read_text()
     assert says.format(path=tmp_path / "broken.py") in said and "Traceback" not in said
     assert said.count("\n") == 1 and len(said) <= 301 and "(more in runs/a/error-0.txt)" in said
-    assert re.search(r"\bon (the completion )?'\d+", whole) and len(whole) > len(said)
+    assert re.search(r"\non the completion '\d+", whole) and len(whole) > len(said)
 
 
 class Enough(Exception):
