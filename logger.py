@@ -23,13 +23,13 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import yaml
-from tqdm import tqdm
+from tqdm.std import TRLock, tqdm
 
 from machinery.errors import LOWER, Stopped, UserError, is_out_of_memory, said, shortened, visible
 from machinery.ranks import DEVICE, RANK, WORLD_SIZE
 from machinery.settings import ROOT, flatten
 
-tqdm.monitor_interval = 0  # no thread of its own
+tqdm.monitor_interval, _ = 0, tqdm.set_lock(TRLock())  # no thread, no lock between processes
 SECONDS_BETWEEN_PROGRESS_LINES = 30  # where stdout is not a terminal
 SECONDS_BETWEEN_DRAWINGS = 60
 SECONDS_TO_END_MLFLOW = {"FINISHED": 60, "FAILED": 5, "KILLED": 5}  # what it has not been told yet
@@ -147,8 +147,8 @@ class Logger:
                 remedy = REMEDIES[name].format(**dict(self.config))
                 raise UserError(f"out of memory in phase {name}: {remedy}") from error
             if re.search("probability tensor contains|device-side assert", str(error)):
-                step = self.history[-1]["step"] if self.history else 0
-                raise UserError(f"after step {step} the model gives no probabilities: {LOWER}; "
+                after = f"after step {self.history[-1]['step']} " if self.history else ""  # rank 0
+                raise UserError(f"{after}the model gives no probabilities any more: {LOWER}; "
                                 "the checkpoints are as they were") from error
             raise
         finally:

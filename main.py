@@ -185,7 +185,7 @@ def score(answers: list[Trajectory], task, bar) -> None:
     """The task's reward parts, and their weighted sum."""
     weights = task.REWARD_WEIGHTS.items()
     for answer in answers:
-        answer.parts = grade(task, answer)  # a reward that fails ends the run, and says on what
+        answer.parts = grade(task, answer)  # a reward that fails ends the run, and says where
         answer.reward = sum(weight * answer.parts[part] for part, weight in weights)
         bar.update(1)
 

@@ -173,8 +173,8 @@ def newest_checkpoint(folder: Path, is_ours: bool) -> tuple[Path, int, dict] | N
                     return path, RANK, state
         if path != folder and is_ours:
             print(f"warning: {path} is damaged and is set aside")
-            with suppress(FileNotFoundError):  # another machine that shares the folder was quicker
-                path.rename(path.with_name(f"damaged-{os.getpid()}-{path.name}"))
+            with suppress(OSError):  # another machine that shares the folder was quicker
+                path.rename(path.with_name(f"damaged-{path.lstat().st_mtime_ns}-{path.name}"))
     return None
 
 

@@ -45,7 +45,7 @@ class Screen(io.FileIO):
 
     def write(self, data) -> int:
         with suppress(OSError):
-            return super().write(data)
+            return super().write(data) or len(data)  # None where it would have to wait
         return len(data)
 
 

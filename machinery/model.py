@@ -21,7 +21,7 @@ def load_model(config: Config):
     """The model, on this rank's device, and its tokenizer."""
     transformers.utils.logging.disable_progress_bar()  # of each file that is read or written
     name = beside_main(config.model.name)
-    first, *more = Path(name).parts
+    first, *more = Path(name).parts or "."
     if not os.path.isdir(name) and (name[0] in "./" or len(more) > 1 or os.path.exists(name)
                                     or first == "runs" or (ROOT / first).is_dir()):
         raise UserError(f"model.name={name!r}: there is no such folder, and no hub id is like it")

@@ -92,7 +92,7 @@ def warm_up(policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """One backward pass and one step of nothing: after its first pass DDP changes its buckets, and
     so the last bit of sums; AdamW's moments come into being at its first step."""
     policy.train()
-    with blame("the model takes no backward pass here; see model.attention"):
+    with blame("another rank has left, or the model cannot learn: see model.attention"):
         logprobs, _ = policy([NOTHING])
         logprobs.sum().backward()
     policy.zero_grad(set_to_none=False)

@@ -29,7 +29,7 @@ def join() -> None:
         torch.cuda.set_device(DEVICE)
     elif local_ranks > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         parent = Path(f"/proc/{os.getppid()}/environ")  # torchrun sets it unless it finds it set
-        if not parent.exists() or b"OMP_NUM_THREADS=" not in parent.read_bytes():
+        if not os.access(parent, os.R_OK) or b"OMP_NUM_THREADS=" not in parent.read_bytes():
             allowed = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0)
             torch.set_num_threads(max(1, len(allowed) // local_ranks))
     backend = "cpu:gloo,cuda:nccl" if DEVICE.type == "cuda" else "gloo"

@@ -120,7 +120,7 @@ def load_config(arguments: list[str]) -> Config:
         raise UserError(f"{message}; usage: main.py [--config file.yaml] [section.key=value ...]")
 
     parser = argparse.ArgumentParser(description="Dr. GRPO, or SIL: config.yaml has the keys.")
-    parser.error = refuse
+    parser.error, parser.exit = refuse, lambda *_: os._exit(0)  # after --help
     parser.add_argument("--config", metavar="file.yaml", action="append", help="keys laid over it")
     parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="and over those")
     options = parser.parse_intermixed_args(arguments)
@@ -156,7 +156,7 @@ def load_config(arguments: list[str]) -> Config:
 
 PAIR, WEIGHTS = "a list of two, like [first, second]", "names with numbers, like {answer: 1.0}"
 WORDS = {"tuple_type": PAIR, "missing": PAIR, "too_long": PAIR, "dict_type": WEIGHTS,
-         "too_short": WEIGHTS, "string_pattern_mismatch": "one plain name, without a slash",
+         "too_short": WEIGHTS, "string_pattern_mismatch": "not empty (run.name: one plain name)",
          "string_type": "a text, which YAML may need in quotes: run.name='\"2024\"'"}
 
 

@@ -47,7 +47,7 @@ def load_task(config: Config) -> SimpleNamespace:
             raise TypeError(f"SOLVED={solved!r}, REWARD_WEIGHTS={task.REWARD_WEIGHTS!r}")
         if taken := [part for part in parts if part in TAKEN and not part == solved == "solved"
                      or part.endswith(("_std", "_ci95")) or not re.fullmatch(r"[\w .-]+", part)]:
-            raise ValueError(f"{taken} name metrics, not parts of a reward")
+            raise ValueError(f"{taken} name metrics, or have more than letters, digits, - and .")
     if unknown := ", ".join(sorted(set(chosen or {}) - set(parts))):
         raise UserError(f"task.reward_weights: no {unknown} among the parts {', '.join(parts)}")
     weights = {part: float(weight) for part, weight in (chosen or task.REWARD_WEIGHTS).items()}
@@ -58,7 +58,7 @@ def encode_prompt(row: dict, task, tokenizer, config: Config) -> list[int]:
     """The question as the model reads it: as plain text, or as the user's turn of a chat."""
     if config.data.prompt_style == "base":
         return tokenizer(row["prompt"])["input_ids"]
-    reply_start = getattr(task, "REPLY_START", "")
+    reply_start = getattr(task, "REPLY_START", None) or ""
     messages = [{"role": "user", "content": row["prompt"].removesuffix(reply_start).rstrip()}]
     if system := getattr(task, "SYSTEM_MESSAGE", None):
         messages.insert(0, {"role": "system", "content": system})

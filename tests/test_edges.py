@@ -106,6 +106,7 @@ def test_one_rank_that_leaves_takes_all_along_and_what_was_saved_is_kept(
     ("reward_function = None", "reward_function()"), ("REPLY_START = 1", "REPLY_START"),
     ("SYSTEM_MESSAGE = ['Be brief.']", "SYSTEM_MESSAGE"),
     ("SYSTEM_MESSAGE = '\\ud800'", "surrogates not allowed"),
+    ("REWARD_WEIGHTS = {'answer': 1, 'right?': 1}", "more than letters"),
     ("def load(*_):\n    yield {'prompt': 'half a \\ud800'}", "surrogates not allowed"),
     ("def load(*_):\n    return [{'prompt': ''}] * 9", "the prompt of row 1 is '', no text"),
     ("def load(*_):\n    return None", "its load() fails"),
@@ -341,3 +342,8 @@ def test_a_run_where_the_locale_knows_no_unicode_is_as_any_other(tmp_path):
         capture_output=True, text=True, check=False, cwd=tmp_path,
         env={**inherited(), "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"})
     assert result.returncode == 0 and "\\xb1" in result.stdout, result.stderr
+
+
+def test_help_is_no_mistake():
+    result = ranks(1, run_main, "--help")
+    assert result.returncode == 0 and "--config file.yaml" in result.stdout and not result.stderr

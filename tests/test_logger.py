@@ -70,7 +70,7 @@ def test_without_an_address_mlflow_writes_to_a_local_file_and_the_run_says_how_t
     assert (run.info.experiment_id, run.info.run_name) == (found[1], "a")
     summary = json.loads((tmp_path / "a" / "summary.json").read_text())
     lasted = (run.info.end_time - run.info.start_time) / 1000  # all of the run, not of MLflow
-    assert summary["seconds"] - 0.2 < lasted < summary["seconds"] + 5
+    assert summary["seconds"] - 0.2 < lasted < summary["seconds"] + 60
 
 
 @pytest.fixture
