@@ -93,7 +93,7 @@ def test_two_machines_train_as_one_does_and_one_that_is_killed_and_started_again
     expected = uninterrupted(2, tmp_path / "whole", *STEPS)
     first = Machine(machines[0], 1, tmp_path / "disk-1", 29500, tmp_path / "log-1")
     second = Machine(machines[1], 2, tmp_path / "disk-2", 29500, tmp_path / "log-2")
-    first.wait_for("step     3 ")
+    first.wait_for("step    3 ")
     second.kill()
     second = Machine(machines[1], 2, tmp_path / "disk-2", 29500, tmp_path / "log-2")
     first.end()

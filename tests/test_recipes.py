@@ -63,7 +63,7 @@ def test_the_slurm_job_saves_its_last_step_when_preempted_asks_to_be_queued_agai
 
     job = submit("training.max_steps=100000")
     end = time.time() + 120
-    while "step     2 " not in output.read_text():
+    while "step    2 " not in output.read_text():
         assert job.poll() is None and time.time() < end, output.read_text()
         time.sleep(0.1)
     job.send_signal(signal.SIGTERM)
