@@ -112,7 +112,8 @@ def test_a_real_server_gets_everything_and_a_resumed_run_goes_on_in_the_same_mlf
     assert start([*arguments, "training.max_steps=4", "run.name=b",
                   f"run.resume={tmp_path / 'runs' / 'a'}"]) == 0
     said = capsys.readouterr().out
-    assert "warning: MLflow" not in said and said.count(f"MLflow: {mlflow_server}/#/experiments/") == 3
+    assert "warning: MLflow" not in said
+    assert said.count(f"MLflow: {mlflow_server}/#/experiments/") == 3
     client = mlflow.MlflowClient(mlflow_server)
     runs = client.search_runs([client.get_experiment_by_name("onefile-grpo").experiment_id])
     run, branch = sorted(runs, key=lambda run: run.info.run_name)
