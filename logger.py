@@ -29,7 +29,8 @@ from machinery.errors import LOWER, Stopped, UserError, is_out_of_memory, said, 
 from machinery.ranks import DEVICE, RANK, WORLD_SIZE
 from machinery.settings import ROOT, flatten
 
-tqdm.monitor_interval, _ = 0, tqdm.set_lock(TRLock())  # no thread, no lock between processes
+tqdm.monitor_interval = 0  # no thread
+tqdm.set_lock(TRLock())  # no lock between processes
 SECONDS_BETWEEN_PROGRESS_LINES = 30  # where stdout is not a terminal
 SECONDS_BETWEEN_DRAWINGS = 60
 SECONDS_TO_END_MLFLOW = {"FINISHED": 60, "FAILED": 5, "KILLED": 5}  # what it has not been told yet
@@ -148,8 +149,7 @@ class Logger:
                 raise UserError(f"out of memory in phase {name}: {remedy}") from error
             if re.search("probability tensor contains|device-side assert", str(error)):
                 after = f"after step {self.history[-1]['step']} " if self.history else ""  # rank 0
-                raise UserError(f"{after}the model gives no probabilities any more: {LOWER}; "
-                                "the checkpoints are as they were") from error
+                raise UserError(f"{after}the model gives no probabilities: {LOWER}") from error
             raise
         finally:
             bar.close()
@@ -163,7 +163,7 @@ class Logger:
         if RANK != 0:
             return
         self._keep(step, metrics)
-        seconds = sum(metrics[f"seconds/{phase}"] for phase in ("sample", "score", "learn"))
+        seconds = sum(metrics[name] for name in metrics if name.startswith("seconds/"))
         fields = [f"step {step:>4}", f"reward {metrics['reward']:.3f}",
                   f"solved {metrics['solved']:.3f}", f"length {metrics['completion_length']:3.0f}",
                   f"{seconds:4.1f} s", f"no signal {metrics['groups_without_signal']:.2f}",
@@ -281,14 +281,14 @@ class Logger:
         for axis, name in zip(axes.flat, ("solved", "best_of_n", "reward", "completion_length",
                                           "truncated", "groups_without_signal")):
             axis.set(title=name.replace("_", " "), xlabel="step")
-            for metric, *style in ((name, "training", "0.6", ""),
-                                   (f"eval/{name}", "held out", "0", "o")):
+            for metric, label, color, marker in ((name, "training", "0.6", ""),
+                                                 (f"eval/{name}", "held out", "0", "o")):
                 points = [(entry["step"], entry[metric], entry.get(f"{metric}_ci95") or 0.0)
                           for entry in self.history if metric in entry]
                 if points:
                     steps, values, intervals = zip(*points)
                     axis.errorbar(steps, values, intervals if any(intervals) else None,
-                                  **dict(zip(("label", "color", "marker"), style)))
+                                  label=label, color=color, marker=marker)
                     axis.legend(fontsize=8)
         with self.folder.writing():
             figure.savefig(self.path / "curves.png", dpi=110)

@@ -23,15 +23,18 @@ import main
 from machinery.settings import read_yaml
 
 
-def task_of(model: Path) -> str:
-    """What the run was about that this best/ belongs to; a model of no run may be asked as well."""
+def settings_of(model: Path) -> tuple[list[str], str]:
+    """The run that this best/ belongs to: its settings, for `load_config`, and what it was about.
+    A model of no run may be asked as well."""
     settings = model.resolve().parent / "config.yaml"
-    return read_yaml(settings)["task.name"] if settings.exists() else "countdown"
+    if not settings.exists():
+        return [], "countdown"
+    return ["--config", str(settings)], read_yaml(settings)["task.name"]
 
 
 def newest_best() -> Path:
     found = sorted(Path("runs").glob("*/best"), key=lambda path: path.stat().st_mtime)
-    found = [best for best in found if task_of(best) == "countdown"]
+    found = [best for best in found if settings_of(best)[1] == "countdown"]
     if not found:
         raise main.UserError("no run of Countdown in runs/ has a best/ yet: train first, or name a "
                              "model with --model")
@@ -77,14 +80,13 @@ def ask(arguments: list[str]) -> int:
     try:
         row = read_question(options.question)
         path = options.model or newest_best()
-        # of the run that best/ belongs to: how it was asked while it learned
-        settings, adapters = path.resolve().parent / "config.yaml", path / "adapter_config.json"
+        settings, task_name = settings_of(path)  # it is asked as it was while it learned
+        adapters = path / "adapter_config.json"
         name = (json.loads(adapters.read_text())["base_model_name_or_path"] if adapters.exists()
                 else str(path))
         config = main.load_config([
-            *(["--config", str(settings)] if settings.exists() else []),
-            f"model.name={json.dumps(name)}", "model.lora_rank=0", "model.precision=float32",
-            "model.attention=null"])
+            *settings, f"model.name={json.dumps(name)}", "model.lora_rank=0",
+            "model.precision=float32", "model.attention=null"])
         model, tokenizer = main.load_model(config)
         if adapters.exists():
             model.load_adapter(str(path))
@@ -97,8 +99,8 @@ def ask(arguments: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{path}\n")
-    if task_of(path) != "countdown":
-        print(f"note: this model was trained on {task_of(path)}, and not on Countdown\n")
+    if task_name != "countdown":
+        print(f"note: this model was trained on {task_name}, and not on Countdown\n")
     print(row["prompt"])
     for number, answer in enumerate(answers, start=1):
         print(f"\n--- answer {number}: {verdict(answer)}\n{answer.completion}")

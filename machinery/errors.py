@@ -6,7 +6,8 @@ from contextlib import contextmanager
 
 import torch
 
-LOWER = "lower training.learning_rate, or raise sampling.temperature"  # numbers left the range
+LOWER = "lower training.learning_rate or raise sampling.temperature; the checkpoints are as before"
+
 
 class UserError(Exception):
     """Something the person who started the run can mend: one line, and exit code 2."""
@@ -63,9 +64,9 @@ def theirs(what: str):
         yield
     except BaseException as error:
         calls = [call for call in traceback.extract_tb(error.__traceback__)
-                 if "/machinery/" not in call.filename and call.filename[0] != "<"]
-        with blame(what + "".join(f" at line {call.lineno} of {call.filename}"
-                                  for call in calls[-1:]), (BaseException,)):
+                 if os.path.dirname(call.filename) not in (os.path.dirname(__file__), "")]
+        place = "".join(f" at line {call.lineno} of {call.filename}" for call in calls[-1:])
+        with blame(what + place, (BaseException,)):
             raise
     finally:
         os._exit = leave

@@ -16,13 +16,14 @@ from machinery.errors import UserError, blame
 from machinery.ranks import DEVICE, WORLD_SIZE
 
 ROOT = Path(__file__).resolve().parent.parent  # where main.py lies
+MOST = 1e9  # of any number, a reward's too: sums and squares of it stay within float32
 FREE = "may differ between two starts of one experiment"  # all other keys make a run's default name
 
 Natural = Annotated[StrictInt, Field(ge=0)]
 Count = Annotated[StrictInt, Field(ge=1)]
 # Also the text 1e-4, as YAML reads it without a dot; but true is no 1.0.
 NotTrue = pydantic.BeforeValidator(lambda value: "true" if value is True else value)
-Number = Annotated[float, Field(allow_inf_nan=False, ge=-1e9, le=1e9), NotTrue]
+Number = Annotated[float, Field(allow_inf_nan=False, ge=-MOST, le=MOST), NotTrue]
 Positive = Annotated[Number, Field(gt=0)]
 Decay = Annotated[Number, Field(ge=0, lt=1)]
 Text = Annotated[StrictStr, Field(pattern=r"^[^\x00]+$")]  # what a path may be
@@ -160,8 +161,7 @@ WORDS = {"tuple_type": PAIR, "missing": PAIR, "too_long": PAIR, "dict_type": WEI
          "string_type": "a text, which YAML may need in quotes: run.name='\"2024\"'"}
 
 
-def explained(error: dict) -> str:
-    """A mistake that pydantic has found."""
+def explained(error: dict) -> str:  # a mistake that pydantic has found
     key = ".".join(map(str, error["loc"]))
     wanted = WORDS.get(error["type"], error["msg"].removeprefix("Input should be "))
     return f"{key}={error['input']!r}: it must be {wanted}"

@@ -12,10 +12,9 @@ from types import SimpleNamespace
 
 from machinery.errors import UserError, blame, theirs
 from machinery.ranks import WORLD_SIZE
-from machinery.settings import ROOT, Config, beside_main
+from machinery.settings import MOST, ROOT, Config, beside_main
 
 SECONDS_FOR_A_REWARD = 60  # after these one shows where it stands
-MOST = 1e9  # what a part or its weight may come to: sums and squares of it stay within float32
 # Names that metrics and samples.jsonl have for something else than a part of the reward.
 TAKEN = {"reward", "truncated", "completion_length", "best_of_n", "solved", "step", "question",
          "prompt", "completion"}

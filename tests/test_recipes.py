@@ -62,12 +62,15 @@ def test_the_slurm_job_saves_its_last_step_when_preempted_asks_to_be_queued_agai
                                     env={**environment, **more})
 
     job = submit("training.max_steps=100000")
-    end = time.time() + 120
-    while "step    2 " not in output.read_text():
-        assert job.poll() is None and time.time() < end, output.read_text()
-        time.sleep(0.1)
-    job.send_signal(signal.SIGTERM)
-    assert job.wait(timeout=30) == 0
+    try:
+        end = time.time() + 120
+        while "step    2 " not in output.read_text():
+            assert job.poll() is None and time.time() < end, output.read_text()
+            time.sleep(0.1)
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(timeout=30) == 0
+    finally:
+        job.terminate()  # or, where something above has failed, it would never end
     assert ((tmp_path / "stub").read_text() == f"requeue {os.getpid()}\n"
             and "stopped by SIGTERM; saved up to" in output.read_text())
     saved, = (tmp_path / "a" / "checkpoints").iterdir()
