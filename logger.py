@@ -25,9 +25,9 @@ from pathlib import Path
 import yaml
 from tqdm.std import TRLock, tqdm
 
-from machinery.errors import LOWER, Stopped, UserError, is_out_of_memory, said, shortened, visible
+from machinery.errors import Stopped, UserError, is_out_of_memory, said, shortened, visible
 from machinery.ranks import DEVICE, RANK, WORLD_SIZE
-from machinery.settings import ROOT, flatten
+from machinery.settings import ADVICE, ROOT, flatten
 
 tqdm.monitor_interval = 0  # no thread
 tqdm.set_lock(TRLock())  # no lock between processes
@@ -35,16 +35,6 @@ SECONDS_BETWEEN_PROGRESS_LINES = 30  # where stdout is not a terminal
 SECONDS_BETWEEN_DRAWINGS = 60
 SECONDS_TO_END_MLFLOW = {"FINISHED": 60, "FAILED": 5, "KILLED": 5}  # what it has not been told yet
 KEPT = ("metrics.jsonl", "samples.jsonl")  # they grow, and are cut back when a run goes on
-REMEDIES = {  # where memory runs out in a phase: what costs least first
-    "score": "it is the task's reward that needs it",
-    "read": "take a smaller model, or lower data.max_rows ({data.max_rows})",
-    "prepare": "set model.lora_rank ({model.lora_rank}) to 32, say, or take a smaller model",
-    "sample": "lower sampling.max_rows ({sampling.max_rows}), then training.max_new_gen_tokens "
-              "({training.max_new_gen_tokens})",
-    "learn": "lower training.tokens_per_micro_batch ({training.tokens_per_micro_batch}), then set "
-             "model.gradient_checkpointing ({model.gradient_checkpointing}) to true, then "
-             "model.precision ({model.precision}) to bfloat16"}
-REMEDIES["evaluate"] = REMEDIES["sample"]
 
 
 class Logger:
@@ -145,11 +135,11 @@ class Logger:
             yield bar
         except Exception as error:
             if is_out_of_memory(error):
-                remedy = REMEDIES[name].format(**dict(self.config))
+                remedy = ADVICE["out_of_memory"][name].format(**dict(self.config))
                 raise UserError(f"out of memory in phase {name}: {remedy}") from error
             if re.search("probability tensor contains|device-side assert", str(error)):
                 after = f"after step {self.history[-1]['step']} " if self.history else ""  # rank 0
-                raise UserError(f"{after}the model gives no probabilities: {LOWER}") from error
+                raise UserError(f"{after}{ADVICE['out_of_range']}") from error
             raise
         finally:
             bar.close()
@@ -174,8 +164,25 @@ class Logger:
             fields.insert(1, "skipped: the gradient is not finite" if metrics["non_finite"]
                           else "nothing to learn from")
         print(_fitting([*fields, f"{metrics['tokens_per_second']:,.0f} tok/s"]))
+        if step == 1:
+            self._look_at(metrics)
         if time.time() - self.drawn > SECONDS_BETWEEN_DRAWINGS:
             self._draw_curves()
+
+    def _look_at(self, metrics: dict) -> None:
+        """Of the first step, since a run that learns nothing says nothing by itself."""
+        numbers = {name: value for name, value in metrics.items() if value is not None}
+        shown = dict.fromkeys(metrics, "n/a")
+        shown |= {name: f"{round(100 * value, 2) + 0:g}%" for name, value in numbers.items()}
+        looks = []
+        for topic in ADVICE["first_step"]:
+            print(_block(topic["says"].format(**shown), "  "))
+            looks += [look.format(name=name, **dict(self.config))
+                      for sign, low, high, look in topic["signs"] for name in numbers
+                      if re.fullmatch(sign, name) and low <= numbers[name] <= high][:topic["most"]]
+        if not any(look.startswith("!") for look in looks):
+            looks.append("nothing is off")
+        print(_block("\n".join(looks), "  "))
 
     def evaluation(self, step: int, metrics: dict, groups: list) -> None:
         self._keep(step, metrics)
@@ -271,28 +278,21 @@ class Logger:
             encoding="utf-8")
 
     def _draw_curves(self) -> None:
-        import matplotlib  # here, because importing it takes a second and only this needs it
+        from matplotlib.figure import Figure  # here, because importing it takes a second
 
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-
-        self.drawn = time.time()
-        figure, axes = pyplot.subplots(2, 3, figsize=(12, 6), layout="constrained")
-        for axis, name in zip(axes.flat, ("solved", "best_of_n", "reward", "completion_length",
-                                          "truncated", "groups_without_signal")):
+        self.drawn, figure = time.time(), Figure(figsize=(12, 6), layout="constrained")
+        for axis, name in zip(figure.subplots(2, 3).flat, ("solved", "best_of_n", "reward",
+                              "completion_length", "truncated", "groups_without_signal")):
             axis.set(title=name.replace("_", " "), xlabel="step")
             for metric, label, color, marker in ((name, "training", "0.6", ""),
                                                  (f"eval/{name}", "held out", "0", "o")):
                 points = [(entry["step"], entry[metric], entry.get(f"{metric}_ci95") or 0.0)
                           for entry in self.history if metric in entry]
                 if points:
-                    steps, values, intervals = zip(*points)
-                    axis.errorbar(steps, values, intervals if any(intervals) else None,
-                                  label=label, color=color, marker=marker)
+                    axis.errorbar(*zip(*points), label=label, color=color, marker=marker)
                     axis.legend(fontsize=8)
         with self.folder.writing():
             figure.savefig(self.path / "curves.png", dpi=110)
-        pyplot.close(figure)
 
     # ------------------------------------------------------------ MLflow
 

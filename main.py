@@ -73,6 +73,7 @@ class Trajectory:
     reward: float = 0.0
     advantage: float = 0.0
     old_logprobs: torch.Tensor | None = None        # (tokens,) before the batch's first update
+    new_logprobs: torch.Tensor | None = None        # (tokens,) after its last, where measured
     reference_logprobs: torch.Tensor | None = None  # (tokens,) of the model as it was loaded
 
     @property
@@ -273,15 +274,19 @@ def remember(batch: list[Trajectory], name: str, logprobs: torch.Tensor) -> None
         setattr(answer, name, own)
 
 
+def learned_from(answers: list[Trajectory], training: TrainingSettings) -> list[Trajectory]:
+    """Where the advantage is 0 so is the gradient, but for a KL term: such answers are not run."""
+    return [answer for answer in answers if (answer.advantage or training.kl_beta)
+            and not (training.mask_truncated and answer.truncated)]
+
+
 def policy_gradient(run: Run, answers: list[Trajectory], bar) -> dict[str, float]:
     """Leaves the gradient of the batch of all ranks in the parameters of every rank, clipped.
     Returns what it was like, over all ranks."""
     policy, training = run.policy, run.config.training
-    # Where the advantage is 0 so is the gradient, but for a KL term: such answers are not run at
-    # all. A rank left with none runs one of them all the same and multiplies it by 0, because every
-    # rank owes the others exactly one synchronised backward pass an update.
-    learned = [answer for answer in answers if (answer.advantage or training.kl_beta)
-               and not (training.mask_truncated and answer.truncated)]
+    # A rank left with none runs one of the others all the same and multiplies it by 0, because
+    # every rank owes the others exactly one synchronised backward pass an update.
+    learned = learned_from(answers, training)
     bar.update(len(answers) - len(learned))
     num_tokens = sum(len(answer.completion_ids) for answer in answers)
     num_learned, T = over_ranks([len(learned), num_tokens])  # their sums
@@ -326,6 +331,46 @@ def scheduled_learning_rate(step: int, training: TrainingSettings) -> float:
     if training.decay_steps is not None and step > training.warmup_steps:
         factor = max(0.0, 1 - (step - 1 - training.warmup_steps) / training.decay_steps)
     return training.learning_rate * factor
+
+
+# ---------------------------------------------------------------- what it did
+
+@torch.no_grad()
+def as_now(run: Run, answers: list[Trajectory]):
+    """Micro-batches, and log pi and entropy of their tokens as they are now, (tokens,) each."""
+    for batch in make_micro_batches(answers, run.config.training.tokens_per_micro_batch):
+        if batch:
+            yield batch, *run.policy.module(batch)
+
+
+def sampler_gap(run: Run, answers: list[Trajectory]) -> float:
+    """By how many nats a token what is sampled from differs, at the least, from what is learned
+    from: were they the same, -log pi of the tokens drawn would be their entropy, up to chance."""
+    excess = torch.cat([-logprobs - entropies for _, logprobs, entropies in as_now(run, answers)])
+    n, total, squares = over_ranks([len(excess), float(excess.sum()), float((excess**2).sum())])
+    return max(0.0, abs(total) - 4 * math.sqrt(squares)) / n  # four standard errors
+
+
+def change_metrics(run: Run, answers: list[Trajectory]) -> dict[str, float]:
+    """How log pi of the tokens learned from has changed with the updates, and whether as meant."""
+    learned = [answer for answer in learned_from(answers, run.config.training) if answer.advantage]
+    for batch, logprobs, _ in as_now(run, learned):
+        remember(batch, "new_logprobs", logprobs)
+    change = [(answer.new_logprobs - answer.old_logprobs).cpu() for answer in learned]
+    A = [torch.full_like(own, answer.advantage) for own, answer in zip(change, learned)]
+    change, A = (torch.cat([torch.zeros(0), *each]) for each in (change, A))  # (tokens,)
+    moved, meant = change.abs() > 1e-6, change * A > 0  # less is rounding
+    stale = [copied for copied, parameter in zip(run.sampler.parameters(), run.model.parameters())
+             if not torch.equal(copied, parameter.to(copied.dtype))]
+    shares = {"moved": (moved.sum(), len(change)),
+              "moved_as_meant": ((moved & meant).sum(), moved.sum()),
+              "change_as_meant": (change[meant].abs().sum(), change.abs().sum()),
+              "change_rewarded": (change[A > 0].sum(), (A > 0).sum()),
+              "change_punished": (change[A < 0].sum(), (A < 0).sum()),
+              "sampler_stale": (len(stale), 1)}
+    parts, wholes = (over_ranks([float(each) for each in side]) for side in zip(*shares.values()))
+    return {name: part / whole if whole else math.nan
+            for name, part, whole in zip(shares, parts, wholes)}
 
 
 # ---------------------------------------------------------------- 7. evaluation
@@ -378,17 +423,22 @@ def training_step(run: Run) -> bool:
     chosen = [answer for group in groups
               for answer in compute_advantages(group, training, stream)]           # 4.
     run.optimizer.param_groups[0]["lr"] = scheduled_learning_rate(step, training)
-    updates = []
+    evaluating = step % config.validation.every == 0 or step == training.max_steps
+    updates, measured = [], {}
     with run.log.phase("learn", len(chosen) * training.updates_per_batch) as bar:
+        if step == 1:
+            measured["sampler_gap"] = sampler_gap(run, answers)
         for _ in range(training.updates_per_batch):  # mu
             updates.append(policy_gradient(run, chosen, bar))                      # 5.
             if not updates[-1]["updated"]:  # on every rank, or on none
                 break
             run.optimizer.step()                                                   # 6.
         refresh_sampler(run.sampler, run.model)
+        if step == 1 or evaluating:
+            measured |= change_metrics(run, chosen)
     run.step = step
-    run.log.step(step, step_metrics(run, groups, updates))
-    if step % config.validation.every == 0 or step == training.max_steps:
+    run.log.step(step, step_metrics(run, groups, updates, measured))
+    if evaluating:
         evaluation_step(run)                                                       # 7.
     return not updates[-1]["non_finite"]
 

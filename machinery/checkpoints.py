@@ -12,10 +12,10 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from machinery.errors import LOWER, UserError, blame
+from machinery.errors import UserError, blame
 from machinery.policy import NOTHING
 from machinery.ranks import LOCAL_RANK, RANK, WORLD_SIZE, together
-from machinery.settings import FREE_KEYS, Config, default_run_name, flatten
+from machinery.settings import ADVICE, FREE_KEYS, Config, default_run_name, flatten
 from machinery.tasks import encode_prompt
 
 NONE_KEPT = (-1e10, -1e10)  # as the quality of what is in best/
@@ -110,7 +110,7 @@ class RunFolder:
         with torch.no_grad():
             logprobs, _ = run.policy.module([NOTHING])
         if not logprobs.isfinite().all():  # on every rank, or on none
-            raise UserError(f"step {run.step} has left a model without probabilities: {LOWER}")
+            raise UserError(f"after step {run.step} {ADVICE['out_of_range']}")
         if RANK != 0 or path.exists():
             return
         with self.writing():

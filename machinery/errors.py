@@ -6,8 +6,6 @@ from contextlib import contextmanager
 
 import torch
 
-LOWER = "lower training.learning_rate or raise sampling.temperature; the checkpoints are as before"
-
 
 class UserError(Exception):
     """Something the person who started the run can mend: one line, and exit code 2."""

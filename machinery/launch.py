@@ -72,8 +72,11 @@ def launch(main: Callable[[list[str]], None], arguments: list[str] | None = None
     except UserError as error:
         line = f"error: {in_one_line(error)}"
         _tell_torchrun(line)
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(2))
+        if hasattr(error, "of_all_ranks"):
+            with suppress(RuntimeError):
+                dist.barrier()  # torchrun ends the others once one has left: all have told it
         if RANK != 0:  # rank 0 says it, unless only this rank has met it; then torchrun ends all
-            signal.signal(signal.SIGTERM, lambda *_: os._exit(2))
             time.sleep(10)
         print(line, file=sys.stderr)
         code = 2

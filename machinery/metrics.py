@@ -11,11 +11,11 @@ import torch.distributed as dist
 from machinery.ranks import DEVICE, WORLD_SIZE, over_ranks
 
 
-def step_metrics(run, groups: list[list], updates: list[dict]) -> dict[str, float | None]:
-    """Means over the groups or answers of all ranks, and over the updates that were made."""
+def step_metrics(run, groups: list[list], updates: list[dict], measured: dict) -> dict:
+    """Means over groups, answers or updates, of all ranks; and what else was `measured`."""
     answers = [answer for group in groups for answer in group]
     rewards = [[answer.reward for answer in group] for group in groups]
-    parts = list(run.task.REWARD_WEIGHTS)
+    parts, solved = list(run.task.REWARD_WEIGHTS), run.task.SOLVED
     seconds = {f"seconds/{phase}": run.log.seconds[phase] for phase in ("sample", "score", "learn")}
     values = {
         "reward": [answer.reward for answer in answers],
@@ -23,7 +23,9 @@ def step_metrics(run, groups: list[list], updates: list[dict]) -> dict[str, floa
         **{f"reward/{part}": [answer.parts[part] for answer in answers] for part in parts},
         **{f"reward/{part}_std": [pstdev(answer.parts[part] for answer in group)
                                   for group in groups] for part in parts},
-        "solved": [answer.parts[run.task.SOLVED] for answer in answers],
+        "solved": [answer.parts[solved] for answer in answers],
+        "groups_all_solved": [min(each.parts[solved] for each in group) >= 1 for group in groups],
+        "groups_none_solved": [max(each.parts[solved] for each in group) <= 0 for group in groups],
         "groups_without_signal": [max(group) == min(group) for group in rewards],
         "completion_length": [len(answer.completion_ids) for answer in answers],
         "truncated": [answer.truncated for answer in answers],
@@ -40,7 +42,7 @@ def step_metrics(run, groups: list[list], updates: list[dict]) -> dict[str, floa
     made = [update for update in updates if update["updated"]] or updates
     means = {name: fmean(update[name] for update in made) for name in made[0]}
     means |= {"updated": sum(update["updated"] for update in updates),
-              "non_finite": updates[-1]["non_finite"]}
+              "non_finite": updates[-1]["non_finite"], **measured}
     # What there is no number for is null in the file: JSON has no NaN.
     numbers = {name: value if math.isfinite(value) else None for name, value in means.items()}
     return metrics | numbers

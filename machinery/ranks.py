@@ -68,7 +68,9 @@ def together():
     errors = [None] * WORLD_SIZE
     dist.all_gather_object(errors, own)
     if any(errors):
-        raise UserError(next(filter(None, errors))) from cause
+        error = UserError(next(filter(None, errors)))
+        error.of_all_ranks = True
+        raise error from cause
 
 
 def over_ranks(values: list[float], operation=dist.ReduceOp.SUM) -> list[float]:

@@ -16,6 +16,7 @@ from machinery.errors import UserError, blame
 from machinery.ranks import DEVICE, WORLD_SIZE
 
 ROOT = Path(__file__).resolve().parent.parent  # where main.py lies
+ADVICE = yaml.safe_load((ROOT / "machinery" / "advice.yaml").read_text(encoding="utf-8"))
 MOST = 1e9  # of any number, a reward's too: sums and squares of it stay within float32
 FREE = "may differ between two starts of one experiment"  # all other keys make a run's default name
 
@@ -155,15 +156,9 @@ def load_config(arguments: list[str]) -> Config:
     return config
 
 
-PAIR, WEIGHTS = "a list of two, like [first, second]", "names with numbers, like {answer: 1.0}"
-WORDS = {"tuple_type": PAIR, "missing": PAIR, "too_long": PAIR, "dict_type": WEIGHTS,
-         "too_short": WEIGHTS, "string_pattern_mismatch": "not empty (run.name: one plain name)",
-         "string_type": "a text, which YAML may need in quotes: run.name='\"2024\"'"}
-
-
 def explained(error: dict) -> str:  # a mistake that pydantic has found
     key = ".".join(map(str, error["loc"]))
-    wanted = WORDS.get(error["type"], error["msg"].removeprefix("Input should be "))
+    wanted = ADVICE["settings"].get(error["type"], error["msg"].removeprefix("Input should be "))
     return f"{key}={error['input']!r}: it must be {wanted}"
 
 

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 IMPORTED = ["pytest", "torch.distributed", "transformers.models.qwen2.modeling_qwen2",
             "transformers.models.gpt2.modeling_gpt2", "transformers.models.auto.modeling_auto",
             "transformers.generation.utils", "datasets", "pyarrow.parquet",
-            "matplotlib.pyplot", "peft", "mlflow"]
+            "matplotlib.backends.backend_agg", "peft", "mlflow"]
 SECONDS_TO_END = 30  # as long as torchrun waits after SIGTERM
 
 

@@ -64,7 +64,7 @@ MISTAKES = {
     "training.scale_rewards=std": "'none' or 'group'",
     "training.loss_normalizer=mean": "'max_length', 'tokens' or 'sequence'",
     "training.updates_per_batch=0": "greater than or equal to 1",
-    "task.reward_weights=answer": "names with numbers",
+    "task.reward_weights=answer": "names with numbers, like {answer: 1.0}",
     "model.lora_rank=-1": "greater than or equal to 0",
     "task.reward_weights={answer: much}": "valid number",
     "task.reward_weights={}": "names with numbers", "model.lora_targets=q_proj": "list",

@@ -9,7 +9,7 @@ from processes import ROOT
 
 MACHINERY = sorted((ROOT / "machinery").glob("*.py"))
 ROOMS = [ROOT / "main.py", ROOT / "logger.py", ROOT / "countdown.py", *MACHINERY]
-LINES = {"main.py": 450, "logger.py": 380, "countdown.py": 260}
+LINES = {"main.py": 500, "logger.py": 380, "countdown.py": 260}
 LINES_OF_MACHINERY, LINES_OF_A_FILE, FILES, COLUMNS = 1200, 200, 12, 100
 
 
