@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import transformers
+from tqdm import tqdm
 
 import countdown
 import main
@@ -32,13 +33,33 @@ def settings_of(model: Path) -> tuple[list[str], str]:
     return ["--config", str(settings)], read_yaml(settings)["task.name"]
 
 
-def newest_best() -> Path:
+def bests() -> list[Path]:
+    """best/ of the runs of Countdown, the newest first."""
     found = sorted(Path("runs").glob("*/best"), key=lambda path: path.stat().st_mtime)
-    found = [best for best in found if settings_of(best)[1] == "countdown"]
-    if not found:
+    return [best for best in reversed(found) if settings_of(best)[1] == "countdown"]
+
+
+def newest_best() -> Path:
+    if not (found := bests()):
         raise main.UserError("no run of Countdown in runs/ has a best/ yet: train first, or name a "
                              "model with --model")
-    return found[-1]
+    return found[0]
+
+
+def load(path: Path) -> SimpleNamespace:
+    """What `main.sample` and `main.score` need of a model, asked as it was while it learned."""
+    settings, _ = settings_of(path)
+    adapters = path / "adapter_config.json"
+    name = (json.loads(adapters.read_text())["base_model_name_or_path"] if adapters.exists()
+            else str(path))
+    config = main.load_config([
+        *settings, f"model.name={json.dumps(name)}", "model.lora_rank=0",
+        "model.precision=float32", "model.attention=null"])
+    model, tokenizer = main.load_model(config)
+    if adapters.exists():
+        model.load_adapter(str(path))
+    return SimpleNamespace(config=config, task=countdown, tokenizer=tokenizer,
+                           sampler=main.make_sampler(model, tokenizer, config))
 
 
 def read_question(words: list[str]) -> dict:
@@ -80,26 +101,14 @@ def ask(arguments: list[str]) -> int:
     try:
         row = read_question(options.question)
         path = options.model or newest_best()
-        settings, task_name = settings_of(path)  # it is asked as it was while it learned
-        adapters = path / "adapter_config.json"
-        name = (json.loads(adapters.read_text())["base_model_name_or_path"] if adapters.exists()
-                else str(path))
-        config = main.load_config([
-            *settings, f"model.name={json.dumps(name)}", "model.lora_rank=0",
-            "model.precision=float32", "model.attention=null"])
-        model, tokenizer = main.load_model(config)
-        if adapters.exists():
-            model.load_adapter(str(path))
-        main.random_stream(config.training.seed, 0, f"ask {options.question}")
-        asked = SimpleNamespace(config=config, task=countdown, tokenizer=tokenizer,
-                                sampler=main.make_sampler(model, tokenizer, config))
-        bar = SimpleNamespace(update=lambda n: None)
-        answers = main.sample(asked, [row], options.answers, bar)
+        asked = load(path)
+        main.random_stream(asked.config.training.seed, 0, f"ask {options.question}")
+        answers = main.sample(asked, [row], options.answers, tqdm(disable=True))
     except main.UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{path}\n")
-    if task_name != "countdown":
+    if (task_name := settings_of(path)[1]) != "countdown":
         print(f"note: this model was trained on {task_name}, and not on Countdown\n")
     print(row["prompt"])
     for number, answer in enumerate(answers, start=1):

@@ -22,7 +22,7 @@ BASH = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
         for line in re.sub(r"\\\n\s*", "", block).splitlines() if line.strip()]
 SOURCES = "\n".join(
     path.read_text() for pattern in ("*.py", "machinery/*.py", "*.yaml", "*.txt", ".env.example",
-                                     "examples/*", "recipes/*", "bench/*.py", ".ci/*")
+                                     "examples/*.py", "recipes/*", "bench/*.py", ".ci/*")
     for path in ROOT.glob(pattern))
 # What a run leaves, names of other projects and tools, and words of shells and mathematics.
 ELSEWHERE = {"runs/<name>/", "checkpoints/step-NNNNNN/", "best/", "tokenizers", "no_sync", "uv",
@@ -80,6 +80,7 @@ def test_every_command_that_trains_does_so_with_the_keys_it_shows(num_ranks, arg
 def test_every_other_command_is_run_somewhere():
     """By the test named here, or as the line that .ci/run is made of."""
     tested = {"pytest": "", ".ci/run": "", "examples/ask.py": "test_ask.py",
+              "examples/one_step.py": "test_one_step.py",
               "bench/memory.py": "test_cost.py", "mlflow ui": "test_logger.py"}
     for line in BASH:
         if line not in TRAINING:

@@ -1,0 +1,250 @@
+"""One update, seen: which tokens of which answers became likelier, and was that what was meant?
+
+    .venv/bin/python examples/one_step.py
+        the first training question whose answers differ in reward -> one_step.html
+    .venv/bin/python examples/one_step.py --model runs/<name>/best 3 7 25 = 68 training.seed=1
+        another model, a question of your own, any key of config.yaml
+    .venv/bin/python examples/one_step.py --all 20
+        no page, but the same numbers averaged over 20 questions, as one line of JSON
+
+main.py is used as a library here: `prepare` makes what its functions share, `one_step` is its
+`training_step` for one group. The page is one_step_page.html with the numbers put in.
+"""
+
+import argparse
+import copy
+import json
+import re
+import sys
+from pathlib import Path
+from statistics import fmean, stdev
+from types import SimpleNamespace
+
+import ask  # beside this file; it puts main.py on the path
+import torch
+import transformers
+from tqdm import tqdm
+
+import main
+from machinery.errors import UserError, blame, shortened, visible
+from machinery.ranks import join
+
+NUMBERS = ("moved_as_meant", "change_as_meant", "change_rewarded", "change_punished")
+TRIES = 50  # questions, or samples of one, until a group has a signal
+MOST_BYTES = 300_000  # of a page
+NO_BAR = tqdm(disable=True)
+
+
+def prepare(config) -> SimpleNamespace:
+    """What main.py's functions share, without the folder, the evaluation and the log of a run."""
+    task = main.load_task(config)
+    model, tokenizer = main.load_model(config)
+    rows, _ = main.load_questions(task, tokenizer, config, lambda text: None)
+    main.check_lengths(rows, model, task, tokenizer, config)
+    policy = main.DistributedDataParallel(main.Policy(model, config), gradient_as_bucket_view=True)
+    training = config.training
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, betas=training.adam_betas,
+                                  weight_decay=training.weight_decay)
+    main.warm_up(policy, optimizer)  # with which weights would decay, were the rate not 0
+    optimizer.param_groups[0]["lr"] = training.learning_rate
+    reference = main.make_reference(model, config) if training.kl_beta else None
+    return SimpleNamespace(config=config, task=task, tokenizer=tokenizer, rows=rows, model=model,
+                           policy=policy, optimizer=optimizer, reference=reference,
+                           sampler=main.make_sampler(model, tokenizer, config))
+
+
+def sampled(run: SimpleNamespace, row: dict, attempt: int) -> list:
+    """A group of answers with their rewards. The same attempt draws with the same random numbers,
+    so that what differs after an update differs because of it."""
+    main.random_stream(run.config.training.seed, attempt, "one step")  # seeds torch, which samples
+    answers = main.sample(run, [row], run.config.training.k_best_of_n[1], NO_BAR)
+    main.score(answers, run.task, NO_BAR)
+    return answers
+
+
+def first_with_signal(run: SimpleNamespace, row: dict | None, first: int = 1):
+    """The first group to learn from, of the training questions in their order, or of one question
+    asked again and again: its answers, those of them that count in B, and the attempt it took."""
+    training = run.config.training
+    for attempt in range(first, first + TRIES):
+        asked = row or main.questions(run.rows, attempt, run.config)[0]
+        answers = sampled(run, asked, attempt)
+        stream = main.random_stream(training.seed, attempt, "advantages")
+        chosen = main.compute_advantages(answers, training, stream)
+        if any(answer.advantage for answer in main.learned_from(chosen, training)):
+            return answers, chosen, attempt
+    raise UserError(f"{TRIES} groups, and in none of them do answers differ in reward: nothing can "
+                    "be learned from that; ask something easier or harder, or another model")
+
+
+def look(run: SimpleNamespace, answers: list, name: str) -> None:
+    """Log-probabilities and entropies of all tokens as they are now: also those of answers that
+    equal the mean, which nothing is learned from, but which move with the others."""
+    for batch, logprobs, entropies in main.as_now(run, answers):
+        if not logprobs.isfinite().all():
+            raise UserError(f"{name} the update log p is not finite: lower training.learning_rate")
+        main.remember(batch, name, logprobs)
+        main.remember(batch, f"{name}_entropies", entropies)
+
+
+def one_step(run: SimpleNamespace, answers: list, chosen: list) -> dict[str, float]:
+    """One update on a group, and what it did to each token: `before` and `after` in the answers."""
+    look(run, answers, "before")
+    for _ in range(run.config.training.updates_per_batch):
+        if main.policy_gradient(run, chosen, NO_BAR)["updated"]:
+            run.optimizer.step()
+    main.refresh_sampler(run.sampler, run.model)
+    look(run, answers, "after")
+    return main.change_metrics(run, chosen)
+
+
+# ---------------------------------------------------------------- the page
+
+def texts_of_tokens(tokenizer, ids: list[int]) -> list[str]:
+    """What each token adds to the text. One that ends inside a character adds nothing yet."""
+    texts, done = [], 0  # so many tokens are in the texts
+    for end in range(1, len(ids) + 1):
+        before, longer = (tokenizer.decode(ids[max(0, done - 4):to]) for to in (done, end))
+        if longer.endswith("\N{REPLACEMENT CHARACTER}") and done + 8 > end < len(ids):
+            texts.append("")
+        else:
+            texts.append(longer[len(before):])
+            done = end
+    return texts
+
+
+def verdict(run: SimpleNamespace, answer) -> str:
+    said = (ask.verdict(answer) if run.config.task.name == "countdown"
+            else f"{run.task.SOLVED} {answer.parts[run.task.SOLVED]:.2f}")
+    return shortened(visible(said), 100)
+
+
+def shown_answer(run: SimpleNamespace, answer, most: int) -> dict:
+    """An answer for the page, with at most so many of its tokens."""
+    change, learned = answer.after - answer.before, answer.new_logprobs is not None  # (tokens,)
+    moved = change.abs() > 1e-6
+    tokens = [[shortened(visible(text), 40), round(before, 5), round(by, 6), round(entropy, 4)]
+              for text, before, by, entropy in zip(
+                  texts_of_tokens(run.tokenizer, answer.completion_ids), answer.before.tolist(),
+                  change.tolist(), answer.before_entropies.tolist())]
+    if (left_out := len(tokens) - most) > 0:
+        tokens[most // 2:most // 2 + left_out] = [[f" ... {left_out} left out ... ", *3 * [None]]]
+    as_meant = (change * answer.advantage > 0)[moved].float().mean()
+    parts = ", ".join(f"{name} {value:.2f}" for name, value in answer.parts.items())
+    return {"reward": answer.reward, "advantage": answer.advantage,
+            "parts": shortened(visible(parts), 200), "length": len(change),
+            "verdict": verdict(run, answer), "change": float(change.mean()),
+            "as_meant": float(as_meant) if learned and moved.any() else None,
+            "tokens": tokens, "learned": learned}
+
+
+def again(run: SimpleNamespace, title: str, answers: list, most: int) -> dict:
+    """The same question answered by the model at another time, for a column of the page."""
+    right = sum(answer.parts[run.task.SOLVED] >= 1 for answer in answers)
+    return {"title": f"{title}: {right} of {len(answers)} right", "answers": [
+        {"text": shortened(visible(answer.completion.strip()), most),
+         "verdict": verdict(run, answer)} for answer in answers[:4]]}
+
+
+def page(run: SimpleNamespace, answers: list, numbers: dict, columns: list, settings: str) -> str:
+    """one_step_page.html with the numbers put in, as JSON in which nothing can end the script that
+    holds it. Where the answers are long, as many of their tokens as MOST_BYTES allow."""
+    template = (Path(__file__).parent / "one_step_page.html").read_text(encoding="utf-8")
+    training, most = run.config.training, 8192
+    sil = training.learning_type == "sil"
+    while True:
+        question = shortened(visible(answers[0].row["prompt"]), most)
+        data = {"settings": settings, "question": question, "rounding": 1e-6,
+                "rule": "sil" if sil else training.scale_rewards,
+                "normalizer": training.loss_normalizer, "L": training.max_new_gen_tokens,
+                "k": training.k_best_of_n[0] if sil else max(1, len(answers) // 4), **numbers,
+                "answers": [shown_answer(run, answer, most // len(answers)) for answer in answers],
+                "again": [again(run, *column, most // 8) for column in columns]}
+        text = json.dumps(data).replace("<", "\\u003c").replace(">", "\\u003e")
+        if len(template) + len(text) <= MOST_BYTES:
+            return template.replace("DATA", text, 1)
+        if (most := most // 2) < 64:
+            raise UserError(f"{len(answers)} answers are too many for a page: see k_best_of_n")
+
+
+def write_page(run: SimpleNamespace, row: dict | None, trained: Path | None, out: Path) -> None:
+    config = run.config
+    answers, chosen, attempt = first_with_signal(run, row)
+    numbers = one_step(run, answers, chosen)
+    numbers = {name: numbers[name] if numbers[name] == numbers[name] else None for name in NUMBERS}
+    columns = [("before", answers), ("after this one update",
+                                     sampled(run, answers[0].row, attempt))]
+    if trained:
+        other = ask.load(trained)
+        other.config, other.task = run.config, run.task  # it is asked the same in the same way
+        other.sampler = main.make_sampler(other.sampler, other.tokenizer, config)
+        columns.append((str(trained), sampled(other, answers[0].row, attempt)))
+    settings = (
+        f"{config.model.name}, one update at learning rate {config.training.learning_rate:g} on "
+        f"{len(answers)} answers sampled at temperature {config.sampling.temperature:g}; "
+        f"training.seed {config.training.seed}, attempt {attempt}")
+    with blame(f"--out {out} cannot be written", (OSError,)):
+        out.write_text(page(run, answers, numbers, columns, settings), encoding="utf-8")
+    print(", ".join(f"{name} {'none' if number is None else f'{number:.4f}'}"
+                    for name, number in numbers.items()))
+    print(f"{out} has every token of it: open it in a browser")
+
+
+def average(run: SimpleNamespace, num_groups: int) -> dict:
+    """The numbers of as many groups, each from the model as it was loaded; mean and spread."""
+    weights, moments = (copy.deepcopy(each.state_dict()) for each in (run.model, run.optimizer))
+    found, attempt = [], 0
+    for _ in range(num_groups):
+        answers, chosen, attempt = first_with_signal(run, None, attempt + 1)
+        found.append(one_step(run, answers, chosen))
+        run.model.load_state_dict(weights)
+        run.optimizer.load_state_dict(copy.deepcopy(moments))  # which it takes as its own
+        main.refresh_sampler(run.sampler, run.model)
+    means = {"groups": num_groups, "drawn": attempt}
+    for name in NUMBERS:
+        each = [numbers[name] for numbers in found if numbers[name] == numbers[name]]
+        means[name] = round(fmean(each), 4) if each else None
+        means[f"{name}_std"] = round(stdev(each), 4) if len(each) > 1 else None
+    return means
+
+
+def command(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, default=Path("tiny/model"), help="a folder")
+    parser.add_argument("--trained", type=Path, help="a third column; else best/ of the newest run")
+    parser.add_argument("--all", type=int, metavar="N", help="average over N questions, no page")
+    parser.add_argument("--out", type=Path, default=Path("one_step.html"))
+    parser.add_argument("words", nargs="*", metavar="3 7 25 = 68 or section.key=value")
+    options = parser.parse_intermixed_args(arguments)
+    keys = [word for word in options.words if re.match(r"\w+\.\w+=", word)]
+    question = [word for word in options.words if word not in keys]
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        if (options.model / "adapter_config.json").exists():
+            raise UserError(f"{options.model} holds adapters: make a plain model of them first, as "
+                            "README.md says under Use the trained model")
+        if options.all is not None and (options.all < 1 or question):
+            raise UserError("--all N averages over N >= 1 questions of the training set")
+        row = ask.read_question(question) if question else None
+        config = main.load_config([
+            *ask.settings_of(options.model)[0], f"model.name={json.dumps(str(options.model))}",
+            "training.num_samples_per_step=1", *keys])
+        of_countdown = config.task.name == "countdown"
+        if row and not of_countdown:
+            raise UserError(f"{' '.join(question)!r} is a question of Countdown, and task.name is "
+                            f"{config.task.name!r}: leave it out, and a training question is taken")
+        join()
+        run = prepare(config)
+        if options.all is not None:
+            print(json.dumps(average(run, options.all)))
+        else:
+            bests = ask.bests() if of_countdown else []
+            write_page(run, row, options.trained or next(iter(bests), None), options.out)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(command(sys.argv[1:]))
