@@ -12,6 +12,7 @@ import contextlib
 import io
 import json
 import logging
+import math
 import os
 import re
 import shlex
@@ -172,16 +173,15 @@ class Logger:
     def _look_at(self, metrics: dict) -> None:
         """Of the first step, since a run that learns nothing says nothing by itself."""
         numbers = {name: value for name, value in metrics.items() if value is not None}
-        shown = dict.fromkeys(metrics, "n/a")
-        shown |= {name: f"{round(100 * value, 2) + 0:g}%" for name, value in numbers.items()}
+        shown = dict.fromkeys(metrics, math.nan) | numbers
         looks = []
         for topic in ADVICE["first_step"]:
-            print(_block(topic["says"].format(**shown), "  "))
+            print(_block(topic["says"].format(**shown).replace("nan", "n/a"), "  "))
             looks += [look.format(name=name, **dict(self.config))
                       for sign, low, high, look in topic["signs"] for name in numbers
                       if re.fullmatch(sign, name) and low <= numbers[name] <= high][:topic["most"]]
         if not any(look.startswith("!") for look in looks):
-            looks.append("nothing is off")
+            looks.append("nothing is off" if "moved" in numbers else "no numbers to judge by")
         print(_block("\n".join(looks), "  "))
 
     def evaluation(self, step: int, metrics: dict, groups: list) -> None:

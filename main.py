@@ -264,7 +264,7 @@ def make_micro_batches(answers: list[Trajectory], budget: int) -> list[list[Traj
         if batches[-1] and (len(batches[-1]) + 1) * longest > budget:
             batches.append([])
         batches[-1].append(answer)
-    return batches
+    return batches if answers else []
 
 
 def remember(batch: list[Trajectory], name: str, logprobs: torch.Tensor) -> None:
@@ -275,7 +275,7 @@ def remember(batch: list[Trajectory], name: str, logprobs: torch.Tensor) -> None
 
 
 def learned_from(answers: list[Trajectory], training: TrainingSettings) -> list[Trajectory]:
-    """Where the advantage is 0 so is the gradient, but for a KL term: such answers are not run."""
+    """Not what is masked; nor where the advantage, and so the gradient, is 0 but for a KL term."""
     return [answer for answer in answers if (answer.advantage or training.kl_beta)
             and not (training.mask_truncated and answer.truncated)]
 
@@ -284,8 +284,8 @@ def policy_gradient(run: Run, answers: list[Trajectory], bar) -> dict[str, float
     """Leaves the gradient of the batch of all ranks in the parameters of every rank, clipped.
     Returns what it was like, over all ranks."""
     policy, training = run.policy, run.config.training
-    # A rank left with none runs one of the others all the same and multiplies it by 0, because
-    # every rank owes the others exactly one synchronised backward pass an update.
+    # Only these are run. A rank left with none runs one all the same and multiplies it by 0,
+    # because every rank owes the others exactly one synchronised backward pass an update.
     learned = learned_from(answers, training)
     bar.update(len(answers) - len(learned))
     num_tokens = sum(len(answer.completion_ids) for answer in answers)
@@ -339,30 +339,30 @@ def scheduled_learning_rate(step: int, training: TrainingSettings) -> float:
 def as_now(run: Run, answers: list[Trajectory]):
     """Micro-batches, and log pi and entropy of their tokens as they are now, (tokens,) each."""
     for batch in make_micro_batches(answers, run.config.training.tokens_per_micro_batch):
-        if batch:
-            yield batch, *run.policy.module(batch)
+        yield batch, *run.policy.module(batch)
 
 
 def sampler_gap(run: Run, answers: list[Trajectory]) -> float:
-    """By how many nats a token what is sampled from differs, at the least, from what is learned
-    from: were they the same, -log pi of the tokens drawn would be their entropy, up to chance."""
+    """How far -log pi of the tokens drawn is on average from their entropy, in nats, less four
+    standard errors: 0 where what they are drawn from is what is learned from."""
     excess = torch.cat([-logprobs - entropies for _, logprobs, entropies in as_now(run, answers)])
     n, total, squares = over_ranks([len(excess), float(excess.sum()), float((excess**2).sum())])
-    return max(0.0, abs(total) - 4 * math.sqrt(squares)) / n  # four standard errors
+    return max(abs(total) - 4 * math.sqrt(squares), 0.0) / n  # nan stays nan
 
 
 def change_metrics(run: Run, answers: list[Trajectory]) -> dict[str, float]:
     """How log pi of the tokens learned from has changed with the updates, and whether as meant."""
-    learned = [answer for answer in learned_from(answers, run.config.training) if answer.advantage]
-    for batch, logprobs, _ in as_now(run, learned):
+    learned = learned_from(answers, run.config.training)
+    for batch, logprobs, _ in as_now(run, learned):  # the micro-batches of the update
         remember(batch, "new_logprobs", logprobs)
+    learned = [answer for answer in learned if answer.advantage]  # and not for a KL term alone
     change = [(answer.new_logprobs - answer.old_logprobs).cpu() for answer in learned]
     A = [torch.full_like(own, answer.advantage) for own, answer in zip(change, learned)]
     change, A = (torch.cat([torch.zeros(0), *each]) for each in (change, A))  # (tokens,)
-    moved, meant = change.abs() > 1e-6, change * A > 0  # less is rounding
+    moved, meant = change.abs() > 1e-6, change * A > 0
     stale = [copied for copied, parameter in zip(run.sampler.parameters(), run.model.parameters())
              if not torch.equal(copied, parameter.to(copied.dtype))]
-    shares = {"moved": (moved.sum(), len(change)),
+    shares = {"moved": (moved.sum() + 0 * change.sum(), len(change)),  # nan where any is
               "moved_as_meant": ((moved & meant).sum(), moved.sum()),
               "change_as_meant": (change[meant].abs().sum(), change.abs().sum()),
               "change_rewarded": (change[A > 0].sum(), (A > 0).sum()),

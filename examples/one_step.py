@@ -121,8 +121,8 @@ def verdict(run: SimpleNamespace, answer) -> str:
 
 def shown_answer(run: SimpleNamespace, answer, most: int) -> dict:
     """An answer for the page, with at most so many of its tokens."""
-    change, learned = answer.after - answer.before, answer.new_logprobs is not None  # (tokens,)
-    moved = change.abs() > 1e-6
+    learned = answer.new_logprobs is not None and answer.advantage != 0
+    moved = (change := answer.after - answer.before).abs() > 1e-6  # (tokens,)
     tokens = [[shortened(visible(text), 40), round(before, 5), round(by, 6), round(entropy, 4)]
               for text, before, by, entropy in zip(
                   texts_of_tokens(run.tokenizer, answer.completion_ids), answer.before.tolist(),

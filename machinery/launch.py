@@ -15,7 +15,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from machinery.errors import Stopped, UserError, said
-from machinery.ranks import RANK, join, over_ranks
+from machinery.ranks import RANK, SharedError, join, over_ranks
 
 
 def stop_signals() -> Callable[[], Stopped | None]:
@@ -73,7 +73,7 @@ def launch(main: Callable[[list[str]], None], arguments: list[str] | None = None
         line = f"error: {in_one_line(error)}"
         _tell_torchrun(line)
         signal.signal(signal.SIGTERM, lambda *_: os._exit(2))
-        if hasattr(error, "of_all_ranks"):
+        if isinstance(error, SharedError):
             with suppress(RuntimeError):
                 dist.barrier()  # torchrun ends the others once one has left: all have told it
         if RANK != 0:  # rank 0 says it, unless only this rank has met it; then torchrun ends all

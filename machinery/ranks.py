@@ -57,6 +57,9 @@ def _meet() -> dist.Store:
     return store
 
 
+class SharedError(UserError): ...  # one that every rank raises
+
+
 @contextmanager
 def together():
     """A user error on one rank becomes the same error on all of them: none is left waiting."""
@@ -68,9 +71,7 @@ def together():
     errors = [None] * WORLD_SIZE
     dist.all_gather_object(errors, own)
     if any(errors):
-        error = UserError(next(filter(None, errors)))
-        error.of_all_ranks = True
-        raise error from cause
+        raise SharedError(next(filter(None, errors))) from cause
 
 
 def over_ranks(values: list[float], operation=dist.ReduceOp.SUM) -> list[float]:

@@ -31,8 +31,7 @@ Text = Annotated[StrictStr, Field(pattern=r"^[^\x00]+$")]  # what a path may be
 PlainName = Annotated[StrictStr, Field(pattern=r"^[^/\x00]*[^/.\x00][^/\x00]*$")]  # not just dots
 
 
-class Section(BaseModel, extra="forbid", frozen=True):
-    pass
+class Section(BaseModel, extra="forbid", frozen=True): ...
 
 class ModelSettings(Section):
     name: Text

@@ -90,8 +90,7 @@ WRONG = {
     "a change that is meant only where it is rewarded": ("change * A > 0", "change > 0",
                                                          f"{CHANGE}[{{}}]"),
     "a change of answers with no advantage": (
-        "for answer in learned_from(answers, run.config.training) if answer.advantage]",
-        "for answer in learned_from(answers, run.config.training)]",
+        "learned = [answer for answer in learned if answer.advantage]", "learned = [*learned]",
         f"{CHANGE}[{{'training__kl_beta': 0.04}}]"),
     "a gap that is chance": ("abs(total) - 4 * math.sqrt(squares)", "abs(total)", GAP),
     "a gap of one sign": ("abs(total) - 4", "total - 4", GAP),
