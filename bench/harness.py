@@ -44,17 +44,18 @@ SHAPES = {
 
 NO_BAR = SimpleNamespace(update=lambda n: None)
 # In place of checkpoints.RunFolder: nothing to go on from.
-NO_FOLDER = SimpleNamespace(restore=lambda model, optimizer: (0, NONE_KEPT))
+NO_FOLDER = SimpleNamespace(restore=lambda model, optimizer: (0, NONE_KEPT),
+                            save_best=lambda run, metrics: None)
 # `training_step` would evaluate at these, which is not what is measured.
 NEVER_EVALUATE = ["validation.every=1000000000", "training.max_steps=1000000000"]
 
 
 class SilentLog:
-    """In place of logger.Logger: shows and writes nothing, and keeps the metrics of the last
-    step."""
+    """In place of logger.Logger: shows and writes nothing, and keeps the metrics of the last step
+    and of the last evaluation."""
 
     def __init__(self):
-        self.seconds = {}
+        self.seconds, self.evaluated = {}, {}
 
     @contextlib.contextmanager
     def phase(self, name, total=0):
@@ -67,6 +68,9 @@ class SilentLog:
 
     def step(self, step, metrics):
         self.metrics = metrics
+
+    def evaluation(self, step, metrics, groups):
+        self.evaluated = metrics
 
 
 def model_of_shape(shape: str):

@@ -9,6 +9,7 @@ learning rate and loss (dr_grpo, no KL) from config.yaml and the keys given. On 
 in every layout of its cores, and its better one counts."""
 
 import argparse
+import contextlib
 import json
 import os
 import socket
@@ -22,20 +23,23 @@ HERE = Path(__file__).resolve().parent
 
 class Side:
     """One trainer in one layout: a process for each rank, each waiting for a line on its standard
-    input before its next step."""
+    input before its next step, or its next so many (speedrun.py)."""
 
-    def __init__(self, python: str, side: str, ranks: int, threads: int, steps: int,
-                 more: list[str]):
+    def __init__(self, python: str, side: str, pace: str, passes: int, ranks: int, threads: int,
+                 keys: list[str], root: Path = HERE.parent):
         self.name = f"{side}, {ranks} x {threads} threads"
+        # A torchrun around this one has a store for its own ranks.
+        outer = {key: value for key, value in os.environ.items()
+                 if not key.startswith("TORCHELASTIC")}
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.processes = [subprocess.Popen(
-            [python, HERE / "versus_trl_side.py", side, str(steps), *more], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            [python, root / "bench" / "versus_trl_side.py", side, pace, str(passes), *keys],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=None if os.environ.get("SHOW_ERRORS") else subprocess.DEVNULL, text=True,
-            cwd=HERE.parent,
-            env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank),
+            cwd=root,
+            env={**outer, "RANK": str(rank), "LOCAL_RANK": str(rank),
                  "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
                  "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
                  "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"})
@@ -44,9 +48,12 @@ class Side:
 
     def step(self) -> dict:
         for process in self.processes:
-            process.stdin.write("\n")
-            process.stdin.flush()
+            with contextlib.suppress(BrokenPipeError):  # it has ended: what it last said comes next
+                process.stdin.write("\n")
+                process.stdin.flush()
         for line in self.processes[0].stdout:
+            if line.startswith('{"error"'):
+                sys.exit(f"error: {json.loads(line)['error']}")
             if line.startswith('{"seconds"'):
                 self.answers.append(json.loads(line))
                 return self.answers[-1]
@@ -62,58 +69,59 @@ class Side:
             process.wait(60)
 
 
-parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--trl-python", required=True,
-                    help="the Python of an environment with bench/requirements.txt")
-parser.add_argument("--questions", type=int, default=16, help="per step, over all ranks")
-parser.add_argument("--samples", type=int, default=8, help="answers to each")
-parser.add_argument("--tokens", type=int, default=96, help="the longest answer")
-parser.add_argument("--layouts", nargs="+", default=["1x2", "2x1"], help="ranks x threads of each")
-parser.add_argument("--trl-passes", nargs="+", type=int, default=[1, 4],
-                    help="micro-batches in which TRL takes a rank's rows")
-parser.add_argument("--pairs", type=int, default=10)
-parser.add_argument("--warm-up", type=int, default=3)
-parser.add_argument("keys", nargs="*", help="section.key=value, for both sides")
-options = parser.parse_intermixed_args()
+if __name__ == "__main__":  # speedrun.py imports the class alone
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trl-python", required=True,
+                        help="the Python of an environment with bench/requirements.txt")
+    parser.add_argument("--questions", type=int, default=16, help="per step, over all ranks")
+    parser.add_argument("--samples", type=int, default=8, help="answers to each")
+    parser.add_argument("--tokens", type=int, default=96, help="the longest answer")
+    parser.add_argument("--layouts", nargs="+", default=["1x2", "2x1"],
+                        help="ranks x threads of each")
+    parser.add_argument("--trl-passes", nargs="+", type=int, default=[1, 4],
+                        help="micro-batches in which TRL takes a rank's rows")
+    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--warm-up", type=int, default=3)
+    parser.add_argument("keys", nargs="*", help="section.key=value, for both sides")
+    options = parser.parse_intermixed_args()
 
-steps = options.warm_up + options.pairs
-sides: dict[str, list[Side]] = {"ours": [], "trl": []}
-for layout in options.layouts:
-    ranks, threads = map(int, layout.split("x"))
-    keys = [f"training.num_samples_per_step={options.questions // ranks}",
-            f"training.k_best_of_n=[{options.samples},{options.samples}]",
-            f"training.max_new_gen_tokens={options.tokens}", "training.warmup_steps=0",
-            *options.keys]
-    sides["ours"].append(Side(sys.executable, "ours", ranks, threads, steps, keys))
-    for passes in options.trl_passes:
-        side = Side(options.trl_python, "trl", ranks, threads, steps,
-                    [str(options.questions * options.samples // ranks // passes), *keys])
-        side.name += f", {passes} micro-batch{'es' * (passes > 1)}"
-        sides["trl"].append(side)
+    steps = options.warm_up + options.pairs
+    sides: dict[str, list[Side]] = {"ours": [], "trl": []}
+    for layout in options.layouts:
+        ranks, threads = map(int, layout.split("x"))
+        keys = [f"training.num_samples_per_step={options.questions // ranks}",
+                f"training.k_best_of_n=[{options.samples},{options.samples}]",
+                f"training.max_new_gen_tokens={options.tokens}", "training.warmup_steps=0",
+                *options.keys, f"training.max_steps={steps}"]
+        sides["ours"].append(Side(sys.executable, "ours", "steps", 1, ranks, threads, keys))
+        for passes in options.trl_passes:
+            side = Side(options.trl_python, "trl", "steps", passes, ranks, threads, keys)
+            side.name += f", {passes} micro-batch{'es' * (passes > 1)}"
+            sides["trl"].append(side)
 
-for i in range(steps):
+    for i in range(steps):
+        for side in (*sides["ours"], *sides["trl"]):
+            answer = side.step()
+            print(f"{'warm-up' if i < options.warm_up else 'pair'} {i + 1:>2}  {side.name:<40} "
+                  f"{answer['seconds']:6.3f} s  "
+                  f"{answer['tokens'] / answer['seconds']:8.0f} tokens/s", flush=True)
+    best = {name: min(each, key=lambda side: side.median("seconds", options.warm_up))
+            for name, each in sides.items()}
+    print(f"\nthe better layouts: {best['ours'].name}; {best['trl'].name}")
+    per_step, per_token = [], []
+    for mine, theirs in list(zip(best["ours"].answers, best["trl"].answers))[options.warm_up:]:
+        per_step.append(theirs["seconds"] / mine["seconds"])
+        per_token.append(per_step[-1] * mine["tokens"] / theirs["tokens"])
+        print(f"{mine['seconds']:6.3f} s and {theirs['seconds']:6.3f} s: {per_step[-1]:5.2f} times "
+              f"as fast per step, {per_token[-1]:5.2f} per completion token")
     for side in (*sides["ours"], *sides["trl"]):
-        answer = side.step()
-        print(f"{'warm-up' if i < options.warm_up else 'pair'} {i + 1:>2}  {side.name:<40} "
-              f"{answer['seconds']:6.3f} s  {answer['tokens'] / answer['seconds']:8.0f} tokens/s",
-              flush=True)
-best = {name: min(each, key=lambda side: side.median("seconds", options.warm_up))
-        for name, each in sides.items()}
-print(f"\nthe better layouts: {best['ours'].name}; {best['trl'].name}")
-per_step, per_token = [], []
-for mine, theirs in list(zip(best["ours"].answers, best["trl"].answers))[options.warm_up:]:
-    per_step.append(theirs["seconds"] / mine["seconds"])
-    per_token.append(per_step[-1] * mine["tokens"] / theirs["tokens"])
-    print(f"{mine['seconds']:6.3f} s and {theirs['seconds']:6.3f} s: {per_step[-1]:5.2f} times as "
-          f"fast per step, {per_token[-1]:5.2f} per completion token")
-for side in (*sides["ours"], *sides["trl"]):
-    side.end()
-print(json.dumps({
-    "per_step": round(statistics.median(per_step), 3),
-    "per_token": round(statistics.median(per_token), 3),
-    "seconds": {side.name: round(side.median("seconds", options.warm_up), 3)
-                for each in sides.values() for side in each},
-    "sample": round(best["ours"].median("sample", options.warm_up), 3),
-    "learn": round(best["ours"].median("learn", options.warm_up), 3),
-    "questions": options.questions, "samples": options.samples, "tokens": options.tokens,
-    "pairs": options.pairs}))
+        side.end()
+    print(json.dumps({
+        "per_step": round(statistics.median(per_step), 3),
+        "per_token": round(statistics.median(per_token), 3),
+        "seconds": {side.name: round(side.median("seconds", options.warm_up), 3)
+                    for each in sides.values() for side in each},
+        "sample": round(best["ours"].median("sample", options.warm_up), 3),
+        "learn": round(best["ours"].median("learn", options.warm_up), 3),
+        "questions": options.questions, "samples": options.samples, "tokens": options.tokens,
+        "pairs": options.pairs}))

@@ -129,6 +129,10 @@ def test_keys_and_values_are_not_copied_for_each_token(rows):
     pytest.param(["family.py", "--only", "GRPO", "--ranks", "1", "training.max_steps=1",
                   "training.max_new_gen_tokens=16", "training.num_samples_per_step=2",
                   "data.num_validation=4", "validation.best_of_n=2"], marks=pytest.mark.soak),
+    pytest.param(["speedrun.py", "--seeds", "1", "--every", "2", "--target", "1.0",
+                  "training.max_steps=3", "training.max_new_gen_tokens=16",
+                  "training.num_samples_per_step=2", "data.num_validation=4"],
+                 marks=pytest.mark.soak),
     pytest.param(["vocabulary.py", "--rows", "2", "--tokens", "16", "--shape", "small"],
                  marks=pytest.mark.soak),
 ])
@@ -148,6 +152,9 @@ def test_each_measurement_runs_and_ends_with_one_json_line(command):
                                                                   rel=0.4)
     elif command[0] == "family.py":
         assert answer["GRPO"]["last"]["step"] == 1
+    elif command[0] == "speedrun.py":
+        steps, seconds, _ = zip(*answer["seeds"]["1"]["ours"]["curve"])
+        assert steps == (0, 2, 3) and 0 == seconds[0] < seconds[1] < seconds[2]
     else:
         assert answer["chunked"]["gradient_error"] < 1e-4 and VOCABULARY < 8192
 
