@@ -126,7 +126,8 @@ def test_keys_and_values_are_not_copied_for_each_token(rows):
      "training.max_new_gen_tokens=16"],
     pytest.param(["memory.py", "--measure", "--shape", "small", "--prompt", "48",
                   "training.max_new_gen_tokens=64"], marks=pytest.mark.soak),
-    pytest.param(["family.py", "--only", "GRPO", "--ranks", "1", "training.max_steps=1",
+    pytest.param(["experiments.py", "--only", "KL term", "--ranks", "1", "--seeds", "1", "2",
+                  "--out", "{}", "--picture", "{}/picture.png", "training.max_steps=1",
                   "training.max_new_gen_tokens=16", "training.num_samples_per_step=2",
                   "data.num_validation=4", "validation.best_of_n=2"], marks=pytest.mark.soak),
     pytest.param(["speedrun.py", "--seeds", "1", "--every", "2", "--target", "1.0",
@@ -136,8 +137,9 @@ def test_keys_and_values_are_not_copied_for_each_token(rows):
     pytest.param(["vocabulary.py", "--rows", "2", "--tokens", "16", "--shape", "small"],
                  marks=pytest.mark.soak),
 ])
-def test_each_measurement_runs_and_ends_with_one_json_line(command):
-    result = ranks(1, run_script, f"bench/{command[0]}", *command[1:])
+def test_each_measurement_runs_and_ends_with_one_json_line(command, tmp_path):
+    result = ranks(1, run_script, *(word.format(tmp_path) for word in (f"bench/{command[0]}",
+                                                                       *command[1:])))
     assert result.returncode == 0, result.stderr
     answer = json.loads(result.stdout.splitlines()[-1])
     if command[0] == "step.py":
@@ -150,8 +152,10 @@ def test_each_measurement_runs_and_ends_with_one_json_line(command):
     elif command[0] == "memory.py":
         assert answer["forecast_gb"]["learning"] == pytest.approx(answer["measured_gb"]["learning"],
                                                                   rel=0.4)
-    elif command[0] == "family.py":
-        assert answer["GRPO"]["last"]["step"] == 1
+    elif command[0] == "experiments.py":
+        for curves in answer["the default"][""], answer["KL term"][""]:
+            assert [[step for step, _ in curve] for curve in curves] == [[0, 1], [0, 1]]
+        assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     elif command[0] == "speedrun.py":
         steps, seconds, _ = zip(*answer["seeds"]["1"]["ours"]["curve"])
         assert steps == (0, 2, 3) and 0 == seconds[0] < seconds[1] < seconds[2]

@@ -445,9 +445,9 @@ def test_a_temperature_that_the_loss_does_not_know_is_found(first_step, monkeypa
             self.temperature = 1.0
 
     monkeypatch.setattr(main, "Policy", Policy)
-    signs, metrics, _ = first_step("sampling.temperature=0.4")
+    signs, metrics, _ = first_step("sampling.temperature=1.8")
     assert list(signs) == ["sampler_gap"] and metrics["sampler_stale"] == 0
-    assert named(signs["sampler_gap"], "sampling.temperature (0.4)", "sampling.top_p (1.0)",
+    assert named(signs["sampler_gap"], "sampling.temperature (1.8)", "sampling.top_p (1.0)",
                  "sampling.top_k (0)")
 
 
@@ -461,7 +461,7 @@ def test_a_loss_of_the_wrong_sign_is_found(first_step, monkeypatch):
     monkeypatch.setattr(main, "policy_loss", wrong)
     signs, metrics, _ = first_step()
     assert list(signs) == ["change_as_meant"]
-    assert named(signs["change_as_meant"], "training.learning_rate (0.0001)", "policy_loss")
+    assert named(signs["change_as_meant"], "training.learning_rate (3e-05)", "policy_loss")
     assert metrics["change_rewarded"] < 0 < metrics["change_punished"]
 
 

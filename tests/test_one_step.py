@@ -161,7 +161,7 @@ def test_so_they_do_for_a_group_of_the_small_model_and_the_page_holds_them(one_r
     assert [each.completion for each in again] == [each.completion for each in answers]
     numbers = one_step.one_step(run, answers, chosen)
     changes, unsure = check_against_plain_loops(run, before, answers, chosen, numbers)
-    assert unsure < 0.2 * sum(map(len, changes))
+    assert unsure < 0.6 * sum(map(len, changes))
 
     columns = [("before", answers), ("later", again[:2])]
     data = data_of(one_step.page(run, answers, numbers, columns, "of a test"))

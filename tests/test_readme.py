@@ -26,7 +26,7 @@ SOURCES = "\n".join(
     for path in ROOT.glob(pattern))
 # What a run leaves, names of other projects and tools, and words of shells and mathematics.
 ELSEWHERE = {"runs/<name>/", "checkpoints/step-NNNNNN/", "best/", "tokenizers", "no_sync", "uv",
-             "sums.py", "terse.py", "my.yaml",
+             "sums.py", "terse.py", "my.yaml", "exercise/", "exercise/main.py",
              "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",
              "sqlite:///mlflow.db", "from_pretrained"}
 SMALL = ["training.max_steps=1", "training.max_new_gen_tokens=8", "training.num_samples_per_step=2",
@@ -81,6 +81,7 @@ def test_every_other_command_is_run_somewhere():
     """By the test named here, or as the line that .ci/run is made of."""
     tested = {"pytest": "", ".ci/run": "", "examples/ask.py": "test_ask.py",
               "examples/one_step.py": "test_one_step.py",
+              "examples/exercise.py": "test_exercise.py",
               "bench/memory.py": "test_cost.py", "mlflow ui": "test_logger.py"}
     for line in BASH:
         if line not in TRAINING:

@@ -4,7 +4,9 @@ from nothing."""
 import argparse
 import itertools
 import random
+import re
 import sys
+from collections import Counter
 from fractions import Fraction
 
 import pytest
@@ -67,6 +69,32 @@ def test_no_problem_of_the_dataset_is_in_the_supervised_traces_in_any_order(rows
                            prompt.split("equals ")[1].split(".")[0])
         assert content(map(int, numbers.split(", ")), int(target)) not in problems
         assert countdown.format_reward_function(trace) == 1.0
+
+
+def test_every_line_of_a_trace_is_true_and_none_comes_twice(monkeypatch):
+    """Also with four numbers, where a search undoes two of them."""
+    monkeypatch.setattr(sys, "argv", ["build.py", "--numbers", "3", "4"])
+    traces = build.Traces({}, build.parse_arguments())
+    solved = []
+    for prompt, trace in map(traces.__getitem__, range(0, len(traces), len(traces) // 300)):
+        numbers, target = re.search(r"numbers ([\d, ]+) into .* equals (\d+)", prompt).groups()
+        nums, (thinking, answer) = numbers.split(", "), trace.split("\n</think>\n")
+        lines = thinking.split("\n")
+        assert len(lines) == len(set(lines))
+        for line in lines:
+            sums, verdict = line.rsplit(" ", 1)
+            used = [target]
+            for calculation, result in (sum_.split("=") for sum_ in sums.split(", ")):
+                assert countdown.evaluate_expression(calculation) == int(result)
+                used += re.split(r"\D", calculation)
+            wanted, made = re.findall(r"=(\d+)", line)[-2:]
+            assert verdict == ("yes" if wanted == made else "no")
+            assert not Counter([*nums, target]) - Counter(used)  # each number is used
+        last = countdown.answer_reward_function(trace, list(map(int, nums)), int(target))
+        assert last == lines[-1].endswith("yes") and "yes" not in "".join(lines[:-1])
+        assert sorted(re.findall(r"\d+", answer)) == sorted(nums)
+        solved.append(last)
+    assert 0.3 < sum(solved) / len(solved) < 0.9
 
 
 def test_the_tokenizer_gives_every_digit_its_own_token_and_loses_nothing(rows, tokenizer):

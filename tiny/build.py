@@ -9,12 +9,13 @@ base model.
         a larger sibling (CUDA)
 
 The base model is what reinforcement learning wants to start from: it knows how a reply looks, it
-can calculate, it has a feeling for which candidate is worth trying, but it gives up its search too
-early and then answers wrongly. The traces it imitates are made up here, and none of their problems
-stands in countdown.parquet:
+can calculate and keep account of a search, but it gives up its search too early and then answers
+wrongly. The traces it imitates are made up here, and none of their problems stands in
+countdown.parquet. They search from the target backwards, for numbers 12, 4, 7 and target 56:
 
-    12-7=5, 5*4=20 no                   <- the prompt has opened <think>
-    12-4=8, 8*7=56 yes
+    56+7=63, 12*4=48 no                 <- if -7 came last, 12 and 4 would have to make 63
+    56-7=49, 12*4=48 no                 <- if +7 did, 49
+    56/7=8, 12-4=8 yes                  <- (the prompt has opened <think>)
     </think>
     <answer>(12-4)*7</answer>
 """
@@ -41,14 +42,16 @@ import countdown
 TARGETS = range(10, 100)
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 
-# How many tries a trace makes, and how often. First it practises on short ones, most of which end
-# in a hit: that is what calculating and comparing a result with the target are learned from.
-PRACTICE = {1: 1, 2: 1, 3: 1}
-# Then come searches that give up: mostly after two to four tries, now and then after many. The peak
-# is on purpose: after the third try giving up is the likelier choice, so a low temperature does not
-# search on either. The tail is on purpose too: reinforcement can only make more frequent what the
-# base model does at times.
-BUDGETS = {1: 4, 2: 16, 3: 48, 4: 12} | {budget: 2 for budget in range(5, 15)}
+# How many tries a trace makes at most, and how often. Practice searches to the end: that is what
+# calculating, and keeping account of what has been tried, are learned from.
+PRACTICE = {99: 1}
+# Then come searches that give up: mostly after the first try, now and then never. That giving up is
+# the likelier choice is on purpose, so a low temperature does not search on either. The rest is on
+# purpose too: reinforcement can only make more frequent what the base model does at times.
+BUDGETS = {1: 50, 2: 40, 99: 10}
+# How many of the problems have no solution: from these it is learned to end after all has been
+# tried, rather than to go round in circles.
+UNSOLVABLE = 0.15
 # " yes" or " no" is one token in sixteen, and the one that the most depends on
 VERDICT_WEIGHT = 5.0
 
@@ -66,17 +69,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--largest", type=int, default=30, help="largest number in a problem")
     parser.add_argument("--largest-result", type=int, default=99,
                         help="of any step of a calculation")
-    parser.add_argument("--hidden", type=int, default=160, help="hidden size")
-    parser.add_argument("--layers", type=int, default=4, help="transformer layers")
+    parser.add_argument("--hidden", type=int, default=192, help="hidden size")
+    parser.add_argument("--layers", type=int, default=3, help="transformer layers")
     parser.add_argument("--heads", type=int, default=4,
                         help="attention heads; half as many for keys and values")
     parser.add_argument("--steps", type=int, default=2000, help="optimizer steps")
-    parser.add_argument("--practice", type=float, default=0.5,
-                        help="share of the steps spent on short searches")
+    parser.add_argument("--practice", type=float, default=0.75,
+                        help="share of the steps spent on whole searches")
     parser.add_argument("--batch-size", type=int, default=32, help="traces per step")
     parser.add_argument("--micro-batch-size", type=int, default=32,
                         help="traces per forward pass; memory and speed only")
-    parser.add_argument("--learning-rate", type=float, default=3e-3, help="at its peak")
+    parser.add_argument("--learning-rate", type=float, default=4e-3, help="at its peak")
     parser.add_argument("--workers", type=int, default=0,
                         help="processes that make traces (worth it with a GPU)")
     return parser.parse_args()
@@ -84,44 +87,65 @@ def parse_arguments() -> argparse.Namespace:
 
 # ---------------------------------------------------------------- problems and their exact solver
 
-@lru_cache(maxsize=10_000)
-def candidates(nums: tuple[int, ...], largest_result: int) -> list[tuple[str, str, int]]:
-    """Every way to use each of the numbers once, as (its calculation, its expression, its value).
+def made_of(a: int, b: int, largest_result: int) -> dict[str, int]:
+    """What two numbers make: {calculation: its result}. The larger one comes first. Negative
+    results and fractions are left out, and so are results above `largest_result`."""
+    b, a = sorted((a, b))
+    results = {f"{a}+{b}": a + b, f"{a}-{b}": a - b, f"{a}*{b}": a * b}
+    if b > 0 and a % b == 0:
+        results[f"{a}/{b}"] = a // b
+    return {text: result for text, result in results.items() if result <= largest_result}
 
-    All that is left out: negative results, fractions and results above `largest_result`. The larger
-    operand comes first.
-    """
+
+def undone(target: int, last: int, largest_result: int) -> list[tuple[str, int, str]]:
+    """What the other numbers would have to make if `last` came last: (the calculation, its result,
+    the expression that it undoes)."""
+    options = [(f"{target}+{last}", target + last, f"({{}})-{last}"),
+               (f"{target}-{last}", target - last, f"({{}})+{last}"),
+               (f"{last}-{target}", last - target, f"{last}-({{}})")]
+    if last > 1 and target > 0:
+        options.append((f"{target}*{last}", target * last, f"({{}})/{last}"))
+        if target % last == 0:
+            options.append((f"{target}/{last}", target // last, f"({{}})*{last}"))
+        if last % target == 0:
+            options.append((f"{last}/{target}", last // target, f"{last}/({{}})"))
+    return [option for option in options if 0 <= option[1] <= largest_result]
+
+
+@lru_cache(maxsize=100_000)
+def tries(nums: tuple[int, ...], target: int,
+          largest_result: int) -> tuple[tuple[str, str, bool], ...]:
+    """A whole search, as (calculations, expression, whether it hits) of each try. One number after
+    the other is taken to come last, with + - * and / undone in turn, until two are left. These make
+    whatever comes nearest."""
+    if len(nums) == 2:
+        options = made_of(*nums, largest_result)
+        nearest = min(options, key=lambda text: abs(options[text] - target))
+        return ((f"{nearest}={options[nearest]}", nearest, options[nearest] == target),)
     found = {}
-
-    def combine(terms: list[tuple[int, str]], steps: tuple[str, ...]):
-        if len(terms) == 1:
-            value, expression = terms[0]
-            found.setdefault(expression[1:-1], (", ".join(steps), expression[1:-1], value))
-        for i in range(len(terms)):
-            for j in range(i + 1, len(terms)):
-                (b, b_text), (a, a_text) = sorted((terms[i], terms[j]))
-                rest = terms[:i] + terms[i + 1:j] + terms[j + 1:]
-                results = {"+": a + b, "-": a - b, "*": a * b}
-                if b > 0 and a % b == 0:
-                    results["/"] = a // b
-                for operator, value in results.items():
-                    if value <= largest_result:
-                        combine(rest + [(value, f"({a_text}{operator}{b_text})")],
-                                steps + (f"{a}{operator}{b}={value}",))
-
-    combine([(number, str(number)) for number in nums], ())
-    return list(found.values())
+    for i, last in enumerate(nums):
+        for calculation, wanted, expression in undone(target, last, largest_result):
+            for rest, inner, hit in tries(nums[:i] + nums[i + 1:], wanted, largest_result):
+                found.setdefault(f"{calculation}={wanted}, {rest}", (expression.format(inner), hit))
+    return tuple((calculations, *rest) for calculations, rest in found.items())
 
 
-def random_problem(rng: random.Random, args: argparse.Namespace) -> tuple[tuple[int, ...], int]:
-    """Solvable by construction: the target is the value of one of the candidates."""
+@lru_cache(maxsize=10_000)
+def targets(nums: tuple[int, ...], largest_result: int) -> tuple[list[int], list[int]]:
+    """Those that can be reached, and those that cannot."""
+    can = {target: any(hit for *_, hit in tries(nums, target, largest_result))
+           for target in TARGETS}
+    return [target for target in TARGETS if can[target]], [
+        target for target in TARGETS if not can[target]]
+
+
+def random_problem(rng: random.Random, args: argparse.Namespace,
+                   solvable: bool = True) -> tuple[tuple[int, ...], int]:
     while True:
         nums = tuple(rng.randint(1, args.largest) for _ in range(rng.choice(args.numbers)))
-        reachable = sorted({
-            value for _, _, value in candidates(tuple(sorted(nums)), args.largest_result)
-            if value in TARGETS})
-        if reachable:
-            return nums, rng.choice(reachable)
+        can, cannot = targets(tuple(sorted(nums)), args.largest_result)
+        if choice := can if solvable else cannot:
+            return nums, rng.choice(choice)
 
 
 def make_problems(args: argparse.Namespace) -> dict:
@@ -150,35 +174,25 @@ class Traces(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> tuple[str, str]:
         rng = random.Random(f"trace {self.args.seed} {index}")
         while True:
-            nums, target = random_problem(rng, self.args)
+            nums, target = random_problem(rng, self.args, solvable=rng.random() >= UNSOLVABLE)
             # those belong to reinforcement and validation
             if (tuple(sorted(nums)), target) not in self.reserved:
                 # Now and then with the system message in front, as the chat template puts it.
                 system = f"{countdown.SYSTEM_MESSAGE}\n" if rng.random() < 0.05 else ""
-                practice = index < self.args.practice * self.length
-                budgets = PRACTICE if practice else BUDGETS
+                budgets = PRACTICE if index < self.args.practice * self.length else BUDGETS
                 budget = rng.choices(list(budgets), budgets.values())[0]
-                ends_in_hit = practice and rng.random() < 0.6
-                # A random order in which a value near the target tends to come early: that is what
-                # "promising" means here.
-                order = sorted(
-                    candidates(tuple(sorted(nums)), self.args.largest_result),
-                    key=lambda candidate: rng.expovariate(1 / (10 + abs(candidate[2] - target))))
                 return (system + countdown.generate_prompt(list(nums), target),
-                        make_trace(order, target, budget, ends_in_hit))
+                        make_trace(nums, target, budget, self.args.largest_result, rng))
 
 
-def make_trace(order: list[tuple[str, str, int]], target: int, budget: int,
-               ends_in_hit: bool) -> str:
-    """The candidates of `order` one after the other, until one hits or `budget` of them have been
-    tried."""
-    if ends_in_hit:
-        failures = [candidate for candidate in order if candidate[2] != target][:budget - 1]
-        order = failures + [candidate for candidate in order if candidate[2] == target][:1]
-    lines = []
-    for calculation, expression, value in order[:budget]:
-        lines.append(f"{calculation} {'yes' if value == target else 'no'}\n")
-        if value == target:
+def make_trace(nums: tuple[int, ...], target: int, budget: int, largest_result: int,
+               rng: random.Random) -> str:
+    """A search through the numbers in a random order, until a try hits or `budget` of them have
+    been made."""
+    shuffled, lines = tuple(rng.sample(nums, len(nums))), []
+    for calculations, expression, hit in tries(shuffled, target, largest_result)[:budget]:
+        lines.append(f"{calculations} {'yes' if hit else 'no'}\n")
+        if hit:
             break
     # the last one tried, right or wrong
     return f"{''.join(lines)}</think>\n<answer>{expression}</answer>"
@@ -250,11 +264,19 @@ def train(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, problems: dict,
     loader = torch.utils.data.DataLoader(
         Traces(problems, args), batch_size=args.batch_size, num_workers=args.workers,
         collate_fn=lambda batch: collate(batch, tokenizer, args.micro_batch_size))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.98),
-                                  weight_decay=0.05)
+    # Muon is for the matrices inside the layers. It needs far fewer steps than AdamW: with traces
+    # like these the loss at step 400 was 0.33, where AdamW for all left 0.58.
+    matrices = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
+    others = [parameter for name, parameter in model.named_parameters()
+              if parameter.ndim == 1 or "embed" in name]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=args.learning_rate, weight_decay=0.05,
+                         adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=args.learning_rate, betas=(0.9, 0.98), weight_decay=0.05)]
     warmup = min(100, args.steps // 5 + 1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(
+    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(
         (step + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * step / args.steps)))
+        for optimizer in optimizers]
     verdicts = torch.tensor(tokenizer([" no\n", " yes\n"])["input_ids"],
                             device=model.device).flatten()
     model.train()
@@ -273,9 +295,10 @@ def train(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, problems: dict,
             loss.backward()
             loss_of_step += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
+        for optimizer, schedule in zip(optimizers, schedules):
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
         progress.set_postfix(loss=f"{loss_of_step:.3f}", refresh=False)
 
 

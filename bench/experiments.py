@@ -1,0 +1,106 @@
+"""Ten things to try with the embedded default, each with three seeds, and one picture of them all.
+
+    .venv/bin/python bench/experiments.py
+        all of docs/experiments.md; hours on two cores. What has been run is not run again
+    .venv/bin/python bench/experiments.py --only "KL term" --seeds 0
+        one of them, in minutes"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parent.parent
+DEFAULT = "the default"
+# what is tried: {which variant of it: the keys}
+EXPERIMENTS = {
+    "size of the group": {
+        "G = 2": ["training.num_samples_per_step=32", "training.k_best_of_n=[2,2]"],
+        "G = 32": ["training.num_samples_per_step=2", "training.k_best_of_n=[32,32]"]},
+    "learning rate": {"ten times": ["training.learning_rate=1.0e-3"]},
+    "shuffled rewards": {"": ["task.name=tests/tasks/shuffled_reward.py"]},
+    "self-imitation": {"": ["training.learning_type=sil", "training.k_best_of_n=[2,8]"]},
+    "scaled advantages": {"": ["training.scale_rewards=group"]},
+    "four updates a batch": {
+        "unclipped": ["training.updates_per_batch=4"],
+        "clipped": ["training.updates_per_batch=4", "training.clip=[0.2,0.2]"]},
+    "only the form pays": {"": ["task.reward_weights={answer: 0.0, format: 1.0}"]},
+    "temperature": {"0.5": ["sampling.temperature=0.5"]},
+    "questions a step": {"a quarter": ["training.num_samples_per_step=2"]},
+    "KL term": {"": ["training.kl_beta=0.04"]},
+}
+COLOURS = ["#c2410c", "#1d4ed8"]
+
+
+def curve_of(keys: list[str], seed: int, options: argparse.Namespace) -> list[dict]:
+    """The evaluations of a run, which goes on from where it was stopped."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+               f"--nproc-per-node={options.ranks}", "main.py", *keys, *options.keys,
+               f"training.seed={seed}", f"run.dir={options.out}"]
+    ended = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    folder = ROOT / json.loads(ended.stdout.splitlines()[-1])["folder"]
+    entries = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [entry for entry in entries if "eval/solved" in entry]
+
+
+def draw(curves: dict[str, dict[str, list[list[dict]]]], path: Path) -> None:
+    """A small picture of each experiment: seeds thin, their mean thick, the default in grey."""
+    def line(axes, runs, colour, label):
+        steps = [entry["step"] for entry in runs[0]]
+        solved = [[entry["eval/solved"] for entry in run] for run in runs]
+        for run in solved:
+            axes.plot(steps, run, color=colour, linewidth=0.7, alpha=0.5)
+        axes.plot(steps, [statistics.fmean(at) for at in zip(*solved)], color=colour, linewidth=2,
+                  label=label)
+
+    shown = {name: variants for name, variants in curves.items() if name != DEFAULT}
+    figure = Figure(figsize=(15, 6), layout="constrained")
+    all_axes = figure.subplots(2, 5, sharex=True, sharey=True, squeeze=False).flatten()
+    for axes, (name, variants) in zip(all_axes, shown.items()):
+        line(axes, curves[DEFAULT][""], "#a3a3a3", None)
+        for colour, (variant, runs) in zip(COLOURS, variants.items()):
+            line(axes, runs, colour, variant)
+        axes.set_title(name)
+        axes.set_ylim(0, 1)
+        axes.grid(alpha=0.3)
+        if any(variants):
+            axes.legend(loc="lower right", frameon=False)
+    figure.supxlabel("step")
+    figure.supylabel("eval/solved")
+    figure.savefig(path, dpi=80)
+
+
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--only", choices=EXPERIMENTS, action="append", help="these alone")
+parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+parser.add_argument("--ranks", type=int, default=2)
+parser.add_argument("--out", default="runs/experiments", help="folder of the runs")
+parser.add_argument("--picture", type=Path, help="where the curves are drawn")
+parser.add_argument("keys", nargs="*", help="section.key=value, for every run")
+options = parser.parse_intermixed_args()
+
+chosen = {DEFAULT: {"": []}, **{name: EXPERIMENTS[name] for name in options.only or EXPERIMENTS}}
+curves: dict[str, dict[str, list[list[dict]]]] = {}
+print("| experiment | solved at step 0 | after | best of 4 | tokens | cut off |\n"
+      "| --- | --- | --- | --- | --- | --- |", flush=True)
+for name, variants in chosen.items():
+    for variant, keys in variants.items():
+        runs = [curve_of(keys, seed, options) for seed in options.seeds]
+        curves.setdefault(name, {})[variant] = runs
+
+        def over_seeds(key, at=-1, digits=2, runs=runs):
+            return ", ".join(f"{run[at][key]:.{digits}f}" for run in runs)
+        print(f"| {name}{f', {variant}' * bool(variant)} | {over_seeds('eval/solved', 0)} "
+              f"| {over_seeds('eval/solved')} | {over_seeds('eval/best_of_n')} "
+              f"| {over_seeds('eval/completion_length', digits=0)} "
+              f"| {over_seeds('eval/truncated')} |", flush=True)
+if options.picture:
+    draw(curves, options.picture)
+print(json.dumps({name: {variant: [[(entry["step"], round(entry["eval/solved"], 4))
+                                    for entry in run] for run in runs]
+                         for variant, runs in variants.items()}
+                  for name, variants in curves.items()}))
