@@ -1,7 +1,7 @@
 """Ten things to try with the embedded default, each with three seeds, and one picture of them all.
 
-    .venv/bin/python bench/experiments.py
-        all of docs/experiments.md; hours on two cores. What has been run is not run again
+    .venv/bin/python bench/experiments.py --picture experiments.png
+        all of them: two hours or three on two cores. What has been run is not run again
     .venv/bin/python bench/experiments.py --only "KL term" --seeds 0
         one of them, in minutes"""
 
