@@ -1,47 +1,56 @@
 """Ten things to try with the embedded default, each with three seeds, and one picture of them all.
 
-    .venv/bin/python bench/experiments.py --picture experiments.png
-        all of them: two hours or three on two cores. What has been run is not run again
+    .venv/bin/python bench/experiments.py --picture docs/experiments.png
+        all of them: about two hours on two cores. What has been run is not run again
     .venv/bin/python bench/experiments.py --only "KL term" --seeds 0
-        one of them, in minutes"""
+        one of them beside the default, in minutes
+
+Each run is one process that takes the questions of two ranks; two runs at once keep two cores
+busier than one run of two ranks does."""
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT = "the default"
-# what is tried: {which variant of it: the keys}
+RANKS, QUESTIONS = 2, "training.num_samples_per_step"
+# what is tried: {which variant of it: its keys under torchrun --nproc-per-node=2}
 EXPERIMENTS = {
     "size of the group": {
-        "G = 2": ["training.num_samples_per_step=32", "training.k_best_of_n=[2,2]"],
-        "G = 32": ["training.num_samples_per_step=2", "training.k_best_of_n=[32,32]"]},
-    "learning rate": {"ten times": ["training.learning_rate=1.0e-3"]},
-    "shuffled rewards": {"": ["task.name=tests/tasks/shuffled_reward.py"]},
-    "self-imitation": {"": ["training.learning_type=sil", "training.k_best_of_n=[2,8]"]},
-    "scaled advantages": {"": ["training.scale_rewards=group"]},
+        "G = 2": {QUESTIONS: 32, "training.k_best_of_n": "[2,2]"},
+        "G = 32": {QUESTIONS: 2, "training.k_best_of_n": "[32,32]"}},
+    "learning rate": {"ten times": {"training.learning_rate": "3.0e-4"}},
+    "shuffled rewards": {"": {"task.name": "tests/tasks/shuffled_reward.py"}},
+    "self-imitation": {"": {"training.learning_type": "sil", "training.k_best_of_n": "[2,8]"}},
+    "scaled advantages": {"": {"training.scale_rewards": "group"}},
     "four updates a batch": {
-        "unclipped": ["training.updates_per_batch=4"],
-        "clipped": ["training.updates_per_batch=4", "training.clip=[0.2,0.2]"]},
-    "only the form pays": {"": ["task.reward_weights={answer: 0.0, format: 1.0}"]},
-    "temperature": {"0.5": ["sampling.temperature=0.5"]},
-    "questions a step": {"a quarter": ["training.num_samples_per_step=2"]},
-    "KL term": {"": ["training.kl_beta=0.04"]},
+        "unclipped": {"training.updates_per_batch": 4},
+        "clipped": {"training.updates_per_batch": 4, "training.clip": "[0.2,0.2]"}},
+    "only the form pays": {"": {"task.reward_weights": "{answer: 0.0, format: 1.0}"}},
+    "temperature": {"0.5": {"sampling.temperature": 0.5}},
+    "questions a step": {"a quarter": {QUESTIONS: 2}},
+    "KL term": {"": {"training.kl_beta": 0.04}},
 }
 COLOURS = ["#c2410c", "#1d4ed8"]
 
 
-def curve_of(keys: list[str], seed: int, options: argparse.Namespace) -> list[dict]:
+def curve_of(keys: dict, seed: int, options: argparse.Namespace) -> list[dict]:
     """The evaluations of a run, which goes on from where it was stopped."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-               f"--nproc-per-node={options.ranks}", "main.py", *keys, *options.keys,
-               f"training.seed={seed}", f"run.dir={options.out}"]
-    ended = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    keys = {QUESTIONS: 8, **keys}
+    keys[QUESTIONS] *= RANKS
+    command = [sys.executable, "main.py", *(f"{key}={value}" for key, value in keys.items()),
+               *options.keys, f"training.seed={seed}", f"run.dir={options.out}"]
+    threads = str(max(1, os.cpu_count() // options.at_once))
+    ended = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True,
+                           env=os.environ | {"OMP_NUM_THREADS": threads})
     folder = ROOT / json.loads(ended.stdout.splitlines()[-1])["folder"]
     entries = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [entry for entry in entries if "eval/solved" in entry]
@@ -77,19 +86,22 @@ def draw(curves: dict[str, dict[str, list[list[dict]]]], path: Path) -> None:
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--only", choices=EXPERIMENTS, action="append", help="these alone")
 parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-parser.add_argument("--ranks", type=int, default=2)
+parser.add_argument("--at-once", type=int, default=2, help="runs side by side")
 parser.add_argument("--out", default="runs/experiments", help="folder of the runs")
 parser.add_argument("--picture", type=Path, help="where the curves are drawn")
 parser.add_argument("keys", nargs="*", help="section.key=value, for every run")
 options = parser.parse_intermixed_args()
 
-chosen = {DEFAULT: {"": []}, **{name: EXPERIMENTS[name] for name in options.only or EXPERIMENTS}}
+chosen = {DEFAULT: {"": {}}, **{name: EXPERIMENTS[name] for name in options.only or EXPERIMENTS}}
+tries = [(name, variant, keys) for name in chosen for variant, keys in chosen[name].items()]
 curves: dict[str, dict[str, list[list[dict]]]] = {}
 print("| experiment | solved at step 0 | after | best of 4 | tokens | cut off |\n"
       "| --- | --- | --- | --- | --- | --- |", flush=True)
-for name, variants in chosen.items():
-    for variant, keys in variants.items():
-        runs = [curve_of(keys, seed, options) for seed in options.seeds]
+with ThreadPoolExecutor(options.at_once) as pool:
+    all_runs = pool.map(lambda one: curve_of(one[0], one[1], options),
+                        [(keys, seed) for *_, keys in tries for seed in options.seeds])
+    for name, variant, _ in tries:
+        runs = [next(all_runs) for _ in options.seeds]
         curves.setdefault(name, {})[variant] = runs
 
         def over_seeds(key, at=-1, digits=2, runs=runs):

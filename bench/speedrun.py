@@ -1,18 +1,18 @@
 """Seconds of training until so many of the held-out questions are solved: this trainer, and beside
 it TRL's GRPOTrainer or another checkout of this one.
 
-    .venv/bin/python bench/speedrun.py --every 10
+    .venv/bin/python bench/speedrun.py
         this trainer alone
-    .venv/bin/python bench/speedrun.py --every 10 --trl-python bench/.venv/bin/python
+    .venv/bin/python bench/speedrun.py --trl-python bench/.venv/bin/python
         and TRL; for its environment see versus_trl.py
-    .venv/bin/python bench/speedrun.py --every 10 --beside ../unchanged
+    .venv/bin/python bench/speedrun.py --beside ../unchanged
         and the trainer in that folder, with its own config.yaml
 
-For each seed the sides take turns on the same cores, --every steps at a time, so that what else the
-machine does hits all of them. The seconds count all that a step does. Before the first turn and
-after each the clock stands while eval/solved is measured, for TRL by main.py's evaluation as well,
-on a copy of its weights. TRL has the same weights to begin with, the same questions in the same
-order, groups, length, learning rates and loss (dr_grpo, no KL), from config.yaml and the keys
+For each seed the sides take turns on the same cores, validation.every steps at a time, so that what
+else the machine does hits all of them. The seconds count all that a step does. Before the first
+turn and after each the clock stands while eval/solved is measured, for TRL by main.py's evaluation
+as well, on a copy of its weights. TRL has the same weights to begin with, the same questions in the
+same order, groups, length, learning rates and loss (dr_grpo, no KL), from config.yaml and the keys
 given."""
 
 import argparse
@@ -21,21 +21,12 @@ import statistics
 import sys
 from pathlib import Path
 
-from versus_trl import Side
-
-
-def layout(text: str) -> tuple[int, int]:
-    ranks, threads = map(int, text.split("x"))
-    if min(ranks, threads) < 1:
-        raise ValueError
-    return ranks, threads
-
+from sides import Side, layout
 
 parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
 parser.add_argument("--trl-python", help="the Python of an environment with bench/requirements.txt")
 parser.add_argument("--beside", type=Path, metavar="FOLDER", help="another checkout")
 parser.add_argument("--target", type=float, default=0.65, help="eval/solved to reach")
-parser.add_argument("--every", type=int, help="steps a turn; validation.every, unless said")
 parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
 parser.add_argument("--layout", type=layout, default=(2, 1), help="ranks x threads, like 2x1")
 parser.add_argument("--trl-passes", type=int, default=1,
@@ -46,8 +37,6 @@ options = parser.parse_intermixed_args()
 
 def start(seed: int) -> dict[str, Side]:
     keys = [*options.keys, f"training.seed={seed}"]
-    if options.every is not None:
-        keys.append(f"validation.every={options.every}")
     sides = {"ours": Side(sys.executable, "ours", "training", 1, *options.layout, keys)}
     try:
         if options.trl_python:

@@ -169,7 +169,7 @@ def trl(config) -> SimpleNamespace:
 
 # ---------------------------------------------------------------- the two ways of timing them
 
-def time_steps(trainer, config) -> None:
+def time_steps(trainer) -> None:
     started = 0.0
 
     def begin(step):
@@ -226,7 +226,10 @@ try:
     trainer = {"ours": ours, "trl": trl}[side](config)
     # The layout's: `join` gives each of several ranks its share of all cores.
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    {"steps": time_steps, "training": time_training}[pace](trainer, config)
+    if pace == "steps":
+        time_steps(trainer)
+    else:
+        time_training(trainer, config)
 except UserError as error:
     if RANK == 0:
         print(json.dumps({"error": said(error)}), flush=True)

@@ -42,13 +42,12 @@ import countdown
 TARGETS = range(10, 100)
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 
-# How many tries a trace makes at most, and how often. Practice searches to the end: that is what
-# calculating, and keeping account of what has been tried, are learned from.
-PRACTICE = {99: 1}
-# Then come searches that give up: mostly after the first try, now and then never. That giving up is
-# the likelier choice is on purpose, so a low temperature does not search on either. The rest is on
-# purpose too: reinforcement can only make more frequent what the base model does at times.
-BUDGETS = {1: 50, 2: 40, 99: 10}
+# Practice comes first: searches to the end, from which calculating, and keeping account of what has
+# been tried, are learned. Then come searches that give up: {after how many tries: how often}, None
+# for never. That giving up is the likelier choice is on purpose, so a low temperature does not
+# search on either. The rest is on purpose too: reinforcement can only make more frequent what the
+# base model does at times.
+BUDGETS = {1: 50, 2: 40, None: 10}
 # How many of the problems have no solution: from these it is learned to end after all has been
 # tried, rather than to go round in circles.
 UNSOLVABLE = 0.15
@@ -179,13 +178,14 @@ class Traces(torch.utils.data.Dataset):
             if (tuple(sorted(nums)), target) not in self.reserved:
                 # Now and then with the system message in front, as the chat template puts it.
                 system = f"{countdown.SYSTEM_MESSAGE}\n" if rng.random() < 0.05 else ""
-                budgets = PRACTICE if index < self.args.practice * self.length else BUDGETS
-                budget = rng.choices(list(budgets), budgets.values())[0]
+                budget = rng.choices(list(BUDGETS), BUDGETS.values())[0]
+                if index < self.args.practice * self.length:
+                    budget = None
                 return (system + countdown.generate_prompt(list(nums), target),
                         make_trace(nums, target, budget, self.args.largest_result, rng))
 
 
-def make_trace(nums: tuple[int, ...], target: int, budget: int, largest_result: int,
+def make_trace(nums: tuple[int, ...], target: int, budget: int | None, largest_result: int,
                rng: random.Random) -> str:
     """A search through the numbers in a random order, until a try hits or `budget` of them have
     been made."""
