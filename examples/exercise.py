@@ -39,9 +39,13 @@ STAGES = {
         [f"{VARIANT}[{name}-dtype1]" for name in ("GRPO-KL-unclipped-1", "DAPO-KL-clipped-2")]}
 
 
-def make(folder: Path) -> None:
+def copy_all_but_main(folder: Path) -> None:
     copytree(ROOT, folder, ignore=lambda path, names: {"__pycache__", ".venv"} | (
         set(names) - COPIED if Path(path) == ROOT else set()))
+
+
+def make(folder: Path) -> None:
+    copy_all_but_main(folder)
     lines = (ROOT / "main.py").read_text().splitlines(keepends=True)
     for node in reversed(ast.parse("".join(lines)).body):  # what is above one keeps its place
         if getattr(node, "name", "") in ("compute_advantages", "policy_loss"):

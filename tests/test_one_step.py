@@ -153,7 +153,7 @@ def test_every_change_and_the_four_numbers_equal_those_of_plain_loops(name, mode
 def test_so_they_do_for_a_group_of_the_small_model_and_the_page_holds_them(one_rank):
     """Most of whose tokens hardly move, because there is nothing else it would have written."""
     run = one_step.prepare(make_config(**FEW, training__num_samples_per_step=1,
-                                       training__learning_rate=1e-3))
+                                       training__learning_rate=1e-2))
     before = copy.deepcopy(run.model)
     answers, chosen, attempt = one_step.first_with_signal(run, None)
     assert len({answer.reward for answer in answers}) > 1 and chosen == answers
@@ -161,7 +161,7 @@ def test_so_they_do_for_a_group_of_the_small_model_and_the_page_holds_them(one_r
     assert [each.completion for each in again] == [each.completion for each in answers]
     numbers = one_step.one_step(run, answers, chosen)
     changes, unsure = check_against_plain_loops(run, before, answers, chosen, numbers)
-    assert unsure < 0.6 * sum(map(len, changes))
+    assert unsure < 0.1 * sum(map(len, changes))
 
     columns = [("before", answers), ("later", again[:2])]
     data = data_of(one_step.page(run, answers, numbers, columns, "of a test"))

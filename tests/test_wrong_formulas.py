@@ -11,6 +11,9 @@ import sys
 import pytest
 from processes import ROOT, ranks
 
+sys.path.append(str(ROOT / "examples"))
+from exercise import copy_all_but_main
+
 pytestmark = pytest.mark.soak
 SOURCES = [ROOT / "main.py", *sorted((ROOT / "machinery").glob("*.py"))]
 CHANGE = ("test_first_step.py::"
@@ -117,15 +120,12 @@ def run_tests_of(folder, test):
 @pytest.mark.parametrize("what", WRONG)
 def test_a_wrong_formula_is_noticed(what, tmp_path):
     right, wrong, test = WRONG[what]
-    for name in ("main.py", "logger.py", "countdown.py", "config.yaml", "pyproject.toml",
-                 "README.md"):
-        shutil.copy(ROOT / name, tmp_path / name)
-    for name in ("machinery", "tests", "tiny", "examples", "bench"):
-        shutil.copytree(ROOT / name, tmp_path / name,
-                        ignore=shutil.ignore_patterns("__pycache__", ".venv"))
+    folder = tmp_path / "copy"
+    copy_all_but_main(folder)
+    shutil.copy(ROOT / "main.py", folder)
     path, = [path for path in SOURCES for _ in range(path.read_text().count(right))]
-    (tmp_path / path.relative_to(ROOT)).write_text(path.read_text().replace(right, wrong))
-    result = ranks(1, run_tests_of, tmp_path, str(tmp_path / "tests" / test), cwd=tmp_path)
+    (folder / path.relative_to(ROOT)).write_text(path.read_text().replace(right, wrong))
+    result = ranks(1, run_tests_of, folder, str(folder / "tests" / test), cwd=folder)
     assert (result.returncode == 1
             and re.search(r"^1 failed", result.stdout, re.MULTILINE)), result.stdout + result.stderr
     assert (re.search(r"^E +(assert |AssertionError)", result.stdout, re.MULTILINE)
