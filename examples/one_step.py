@@ -1,7 +1,7 @@
 """One update, seen: which tokens of which answers became likelier, and was that what was meant?
 
     .venv/bin/python examples/one_step.py
-        the first training question whose answers differ in reward -> one_step.html
+        the first question of a run's first step whose answers differ in reward -> one_step.html
     .venv/bin/python examples/one_step.py --model runs/<name>/best 3 7 25 = 68 training.seed=1
         another model, a question of your own, any key of config.yaml
     .venv/bin/python examples/one_step.py --all 20
@@ -13,6 +13,7 @@ main.py is used as a library here: `prepare` makes what its functions share, `on
 
 import argparse
 import copy
+import itertools
 import json
 import re
 import sys
@@ -30,7 +31,7 @@ from machinery.errors import UserError, blame, shortened, visible
 from machinery.ranks import join
 
 NUMBERS = ("moved_as_meant", "change_as_meant", "change_rewarded", "change_punished")
-TRIES = 50  # questions, or samples of one, until a group has a signal
+TRIES = 50  # groups, until one has a signal
 MOST_BYTES = 300_000  # of a page
 NO_BAR = tqdm(disable=True)
 
@@ -53,27 +54,31 @@ def prepare(config) -> SimpleNamespace:
                            sampler=main.make_sampler(model, tokenizer, config))
 
 
-def sampled(run: SimpleNamespace, row: dict, attempt: int) -> list:
-    """A group of answers with their rewards. The same attempt draws with the same random numbers,
-    so that what differs after an update differs because of it."""
-    main.random_stream(run.config.training.seed, attempt, "one step")  # seeds torch, which samples
-    answers = main.sample(run, [row], run.config.training.k_best_of_n[1], NO_BAR)
-    main.score(answers, run.task, NO_BAR)
-    return answers
-
-
-def first_with_signal(run: SimpleNamespace, row: dict | None, first: int = 1):
-    """The first group to learn from, of the training questions in their order, or of one question
-    asked again and again: its answers, those of them that count in B, and the attempt it took."""
+def sampled(run: SimpleNamespace, rows: list[dict], step: int) -> list[tuple[list, list]]:
+    """For each row its group of answers, and those of them that count in B. They are drawn with the
+    random numbers of that step of training, so what differs later differs because of an update."""
     training = run.config.training
-    for attempt in range(first, first + TRIES):
-        asked = row or main.questions(run.rows, attempt, run.config)[0]
-        answers = sampled(run, asked, attempt)
-        stream = main.random_stream(training.seed, attempt, "advantages")
-        chosen = main.compute_advantages(answers, training, stream)
-        if any(answer.advantage for answer in main.learned_from(chosen, training)):
-            return answers, chosen, attempt
-    raise UserError(f"{TRIES} groups, and in none of them do answers differ in reward: nothing can "
+    stream, G = main.random_stream(training.seed, step, "train"), training.k_best_of_n[1]
+    answers = main.sample(run, rows, G, NO_BAR)
+    main.score(answers, run.task, NO_BAR)
+    groups = [answers[i:i + G] for i in range(0, len(answers), G)]
+    return [(group, main.compute_advantages(group, training, stream)) for group in groups]
+
+
+def groups_with_signal(run: SimpleNamespace, row: dict | None):
+    """Those to learn from, as training would meet them, or of one question asked again and again:
+    the answers, those of them that count in B, and where they stand (rows, step, place)."""
+    training, barren = run.config.training, 0
+    for step in itertools.count(1):
+        rows = [row] if row else main.questions(run.rows, step, run.config)
+        for place, (answers, chosen) in enumerate(sampled(run, rows, step)):
+            barren += 1
+            if any(answer.advantage for answer in main.learned_from(chosen, training)):
+                yield answers, chosen, (rows, step, place)
+                barren = 0
+            if barren == TRIES:
+                raise UserError(
+                    f"{TRIES} groups, and in none of them do answers differ in reward: nothing can "
                     "be learned from that; ask something easier or harder, or another model")
 
 
@@ -151,13 +156,12 @@ def page(run: SimpleNamespace, answers: list, numbers: dict, columns: list, sett
     holds it. Where the answers are long, as many of their tokens as MOST_BYTES allow."""
     template = (Path(__file__).parent / "one_step_page.html").read_text(encoding="utf-8")
     training, most = run.config.training, 8192
-    sil = training.learning_type == "sil"
+    rule = "sil" if training.learning_type == "sil" else training.scale_rewards
     while True:
-        question = shortened(visible(answers[0].row["prompt"]), most)
-        data = {"settings": settings, "question": question, "rounding": 1e-6,
-                "rule": "sil" if sil else training.scale_rewards,
+        data = {"settings": settings, "rounding": 1e-6, "rule": rule, **numbers,
+                "question": shortened(visible(answers[0].row["prompt"]), most),
                 "normalizer": training.loss_normalizer, "L": training.max_new_gen_tokens,
-                "k": training.k_best_of_n[0] if sil else max(1, len(answers) // 4), **numbers,
+                "k": training.k_best_of_n[0] if rule == "sil" else max(1, len(answers) // 4),
                 "answers": [shown_answer(run, answer, most // len(answers)) for answer in answers],
                 "again": [again(run, *column, most // 8) for column in columns]}
         text = json.dumps(data).replace("<", "\\u003c").replace(">", "\\u003e")
@@ -169,20 +173,19 @@ def page(run: SimpleNamespace, answers: list, numbers: dict, columns: list, sett
 
 def write_page(run: SimpleNamespace, row: dict | None, trained: Path | None, out: Path) -> None:
     config = run.config
-    answers, chosen, attempt = first_with_signal(run, row)
+    answers, chosen, (rows, step, place) = next(groups_with_signal(run, row))
     numbers = one_step(run, answers, chosen)
     numbers = {name: numbers[name] if numbers[name] == numbers[name] else None for name in NUMBERS}
-    columns = [("before", answers), ("after this one update",
-                                     sampled(run, answers[0].row, attempt))]
+    columns = [("before", answers), ("after this one update", sampled(run, rows, step)[place][0])]
     if trained:
         other = ask.load(trained)
         other.config, other.task = run.config, run.task  # it is asked the same in the same way
         other.sampler = main.make_sampler(other.sampler, other.tokenizer, config)
-        columns.append((str(trained), sampled(other, answers[0].row, attempt)))
+        columns.append((str(trained), sampled(other, rows, step)[place][0]))
     settings = (
         f"{config.model.name}, one update at learning rate {config.training.learning_rate:g} on "
         f"{len(answers)} answers sampled at temperature {config.sampling.temperature:g}; "
-        f"training.seed {config.training.seed}, attempt {attempt}")
+        f"training.seed {config.training.seed}, step {step}, question {place + 1}")
     with blame(f"--out {out} cannot be written", (OSError,)):
         out.write_text(page(run, answers, numbers, columns, settings), encoding="utf-8")
     print(", ".join(f"{name} {'none' if number is None else f'{number:.4f}'}"
@@ -193,14 +196,13 @@ def write_page(run: SimpleNamespace, row: dict | None, trained: Path | None, out
 def average(run: SimpleNamespace, num_groups: int) -> dict:
     """The numbers of as many groups, each from the model as it was loaded; mean and spread."""
     weights, moments = (copy.deepcopy(each.state_dict()) for each in (run.model, run.optimizer))
-    found, attempt = [], 0
-    for _ in range(num_groups):
-        answers, chosen, attempt = first_with_signal(run, None, attempt + 1)
+    found = []
+    for answers, chosen, _ in itertools.islice(groups_with_signal(run, None), num_groups):
         found.append(one_step(run, answers, chosen))
         run.model.load_state_dict(weights)
         run.optimizer.load_state_dict(copy.deepcopy(moments))  # which it takes as its own
         main.refresh_sampler(run.sampler, run.model)
-    means = {"groups": num_groups, "drawn": attempt}
+    means = {"groups": num_groups}
     for name in NUMBERS:
         each = [numbers[name] for numbers in found if numbers[name] == numbers[name]]
         means[name] = round(fmean(each), 4) if each else None
@@ -222,13 +224,12 @@ def command(arguments: list[str]) -> int:
     try:
         if (options.model / "adapter_config.json").exists():
             raise UserError(f"{options.model} holds adapters: make a plain model of them first, as "
-                            "README.md says under Use the trained model")
+                            "docs/running.md says under The trained model")
         if options.all is not None and (options.all < 1 or question):
             raise UserError("--all N averages over N >= 1 questions of the training set")
         row = ask.read_question(question) if question else None
-        config = main.load_config([
-            *ask.settings_of(options.model)[0], f"model.name={json.dumps(str(options.model))}",
-            "training.num_samples_per_step=1", *keys])
+        model = f"model.name={json.dumps(str(options.model))}"
+        config = main.load_config([*ask.settings_of(options.model)[0], model, *keys])
         of_countdown = config.task.name == "countdown"
         if row and not of_countdown:
             raise UserError(f"{' '.join(question)!r} is a question of Countdown, and task.name is "

@@ -152,12 +152,11 @@ def test_every_change_and_the_four_numbers_equal_those_of_plain_loops(name, mode
 @pytest.mark.mathematics
 def test_so_they_do_for_a_group_of_the_small_model_and_the_page_holds_them(one_rank):
     """Most of whose tokens hardly move, because there is nothing else it would have written."""
-    run = one_step.prepare(make_config(**FEW, training__num_samples_per_step=1,
-                                       training__learning_rate=1e-2))
+    run = one_step.prepare(make_config(**FEW, training__learning_rate=1e-2))
     before = copy.deepcopy(run.model)
-    answers, chosen, attempt = one_step.first_with_signal(run, None)
+    answers, chosen, (rows, step, place) = next(one_step.groups_with_signal(run, None))
     assert len({answer.reward for answer in answers}) > 1 and chosen == answers
-    again = one_step.sampled(run, answers[0].row, attempt)  # the same random numbers
+    again, _ = one_step.sampled(run, rows, step)[place]  # the same random numbers
     assert [each.completion for each in again] == [each.completion for each in answers]
     numbers = one_step.one_step(run, answers, chosen)
     changes, unsure = check_against_plain_loops(run, before, answers, chosen, numbers)
@@ -270,7 +269,7 @@ def test_a_question_of_ones_own_and_any_key_also_for_the_model_of_a_run(command,
     data = page_of(tmp_path / "one_step.html")
     assert data["question"] == countdown.generate_prompt([3, 7, 25], 68)
     assert re.search(r"^tiny/model, one update at learning rate 0.001 on 8 answers sampled at "
-                     r"temperature 0.9; training.seed 1, attempt \d+$", data["settings"])
+                     r"temperature 0.9; training.seed 1, step \d+, question 1$", data["settings"])
     assert out.splitlines()[0] == ", ".join(
         f"{name} {data[name]:.4f}" for name in one_step.NUMBERS)
     before, after, trained = data["again"]
@@ -363,15 +362,14 @@ def test_all_averages_over_groups_each_from_the_model_as_it_was_loaded(command, 
     code, line, err = command(*QUICK, "--all", 4)
     assert code == 0 and line.count("\n") == 1 and err == ""
     assert not (tmp_path / "one_step.html").exists()
-    found, keys = json.loads(line), [*QUICK, "training.num_samples_per_step=1"]
-    attempt, single = 0, []
-    for _ in range(4):
+    found, single = json.loads(line), []
+    for i in range(4):
         one_step.join()
-        run = one_step.prepare(main.load_config(keys))
-        answers, chosen, attempt = one_step.first_with_signal(run, None, attempt + 1)
+        run = one_step.prepare(main.load_config(QUICK))
+        answers, chosen, _ = list(itertools.islice(one_step.groups_with_signal(run, None), 4))[i]
         single.append(one_step.one_step(run, answers, chosen))
         stay(0)
-    assert (found.pop("groups"), found.pop("drawn")) == (4, attempt)
+    assert found.pop("groups") == 4
     for name in one_step.NUMBERS:
         own = [numbers[name] for numbers in single]
         assert found.pop(name) == pytest.approx(fmean(own), abs=6e-5)
