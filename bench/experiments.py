@@ -56,6 +56,10 @@ def curve_of(keys: dict, seed: int, options: argparse.Namespace) -> list[dict]:
     return [entry for entry in entries if "eval/solved" in entry]
 
 
+def over_seeds(runs: list[list[dict]], key: str, at: int = -1, digits: int = 2) -> str:
+    return ", ".join(f"{run[at][key]:.{digits}f}" for run in runs)
+
+
 def draw(curves: dict[str, dict[str, list[list[dict]]]], path: Path) -> None:
     """A small picture of each experiment: seeds thin, their mean thick, the default in grey."""
     def line(axes, runs, colour, label):
@@ -83,36 +87,40 @@ def draw(curves: dict[str, dict[str, list[list[dict]]]], path: Path) -> None:
     figure.savefig(path, dpi=80)
 
 
-parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--only", choices=EXPERIMENTS, action="append", help="these alone")
-parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-parser.add_argument("--at-once", type=int, default=2, help="runs side by side")
-parser.add_argument("--out", default="runs/experiments", help="folder of the runs")
-parser.add_argument("--picture", type=Path, help="where the curves are drawn")
-parser.add_argument("keys", nargs="*", help="section.key=value, for every run")
-options = parser.parse_intermixed_args()
+def command(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=EXPERIMENTS, action="append", help="these alone")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--at-once", type=int, default=2, help="runs side by side")
+    parser.add_argument("--out", default="runs/experiments", help="folder of the runs")
+    parser.add_argument("--picture", type=Path, help="where the curves are drawn")
+    parser.add_argument("keys", nargs="*", help="section.key=value, for every run")
+    options = parser.parse_intermixed_args(arguments)
 
-chosen = {DEFAULT: {"": {}}, **{name: EXPERIMENTS[name] for name in options.only or EXPERIMENTS}}
-tries = [(name, variant, keys) for name in chosen for variant, keys in chosen[name].items()]
-curves: dict[str, dict[str, list[list[dict]]]] = {}
-print("| experiment | solved at step 0 | after | best of 4 | tokens | cut off |\n"
-      "| --- | --- | --- | --- | --- | --- |", flush=True)
-with ThreadPoolExecutor(options.at_once) as pool:
-    all_runs = pool.map(lambda one: curve_of(one[0], one[1], options),
-                        [(keys, seed) for *_, keys in tries for seed in options.seeds])
-    for name, variant, _ in tries:
-        runs = [next(all_runs) for _ in options.seeds]
-        curves.setdefault(name, {})[variant] = runs
+    chosen = {name: EXPERIMENTS[name] for name in options.only or EXPERIMENTS}
+    tries = [(name, variant, keys) for name, variants in {DEFAULT: {"": {}}, **chosen}.items()
+             for variant, keys in variants.items()]
+    curves: dict[str, dict[str, list[list[dict]]]] = {}
+    print("| experiment | solved at step 0 | after | best of 4 | tokens | cut off |\n"
+          "| --- | --- | --- | --- | --- | --- |", flush=True)
+    with ThreadPoolExecutor(options.at_once) as pool:
+        all_runs = pool.map(lambda one: curve_of(*one, options),
+                            [(keys, seed) for *_, keys in tries for seed in options.seeds])
+        for name, variant, _ in tries:
+            runs = [next(all_runs) for _ in options.seeds]
+            curves.setdefault(name, {})[variant] = runs
+            print(f"| {name}{f', {variant}' * bool(variant)} "
+                  f"| {over_seeds(runs, 'eval/solved', at=0)} "
+                  f"| {over_seeds(runs, 'eval/solved')} | {over_seeds(runs, 'eval/best_of_n')} "
+                  f"| {over_seeds(runs, 'eval/completion_length', digits=0)} "
+                  f"| {over_seeds(runs, 'eval/truncated')} |", flush=True)
+    if options.picture:
+        draw(curves, options.picture)
+    print(json.dumps({name: {variant: [[(entry["step"], round(entry["eval/solved"], 4))
+                                        for entry in run] for run in runs]
+                             for variant, runs in variants.items()}
+                      for name, variants in curves.items()}))
 
-        def over_seeds(key, at=-1, digits=2, runs=runs):
-            return ", ".join(f"{run[at][key]:.{digits}f}" for run in runs)
-        print(f"| {name}{f', {variant}' * bool(variant)} | {over_seeds('eval/solved', 0)} "
-              f"| {over_seeds('eval/solved')} | {over_seeds('eval/best_of_n')} "
-              f"| {over_seeds('eval/completion_length', digits=0)} "
-              f"| {over_seeds('eval/truncated')} |", flush=True)
-if options.picture:
-    draw(curves, options.picture)
-print(json.dumps({name: {variant: [[(entry["step"], round(entry["eval/solved"], 4))
-                                    for entry in run] for run in runs]
-                         for variant, runs in variants.items()}
-                  for name, variants in curves.items()}))
+
+if __name__ == "__main__":
+    command(sys.argv[1:])

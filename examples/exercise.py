@@ -74,8 +74,8 @@ def exercise(arguments: list[str]) -> int:
     if not folder.exists():
         make(folder)
         print(f"In {folder}/main.py `compute_advantages` and `policy_loss` are empty. Write them:\n"
-              'README.md has the formulas, from "The algorithm" to "SIL". Begin with as little as\n'
-              "you like, and call this command again to see how far it is right.")
+              'README.md has the formulas, under 4, 5 and "The family, and SIL". Begin with as\n'
+              "little as you like, and call this command again to see how far it is right.")
         return 0
     print(f"testing {folder}/, 10 to 30 seconds ... (to begin anew, delete it)", flush=True)
     try:

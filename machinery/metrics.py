@@ -1,4 +1,4 @@
-"""What is measured of a step and of an evaluation, over all ranks. README.md says what each is."""
+"""What is measured of a step and of an evaluation, over all ranks: docs/numbers.md says it."""
 
 import math
 import resource

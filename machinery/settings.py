@@ -120,7 +120,7 @@ def load_config(arguments: list[str]) -> Config:
     def refuse(message):
         raise UserError(f"{message}; usage: main.py [--config file.yaml] [section.key=value ...]")
 
-    parser = argparse.ArgumentParser(description="Dr. GRPO, or SIL: config.yaml has the keys.")
+    parser = argparse.ArgumentParser("main.py", description=ADVICE["help"])
     parser.error, parser.exit = refuse, lambda *_: os._exit(0)  # after --help
     parser.add_argument("--config", metavar="file.yaml", action="append", help="keys laid over it")
     parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="and over those")

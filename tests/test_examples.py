@@ -309,9 +309,9 @@ def test_a_tasks_load_that_fails_is_named(load, says, tmp_path, monkeypatch, cap
     assert "broken.py" in said and "load()" in said and says in said and "Traceback" not in said
 
 
-def test_the_readmes_own_task_runs_as_it_stands(tmp_path):
+def test_the_own_task_of_the_docs_runs_as_it_stands(tmp_path):
     block = re.search(
-        r"```python\n(# sums\.py.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+        r"```python\n(# sums\.py.*?)```", (ROOT / "docs/tasks.md").read_text(), re.DOTALL)[1]
     assert len(block.strip().splitlines()) <= 25
     (tmp_path / "sums.py").write_text(block)
     assert start([*SMALL, f"task.name={tmp_path / 'sums.py'}", f"run.dir={tmp_path}"]) == 0
@@ -323,9 +323,9 @@ def test_the_readmes_own_task_runs_as_it_stands(tmp_path):
     assert own.reward_function("no idea", row) == {"digits": 0.0, "sum": 0.0}
 
 
-def test_the_readmes_reward_for_countdown_runs_as_it_stands(tmp_path):
+def test_the_reward_of_the_docs_for_countdown_runs_as_it_stands(tmp_path):
     block = re.search(
-        r"```python\n(# terse\.py.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+        r"```python\n(# terse\.py.*?)```", (ROOT / "docs/tasks.md").read_text(), re.DOTALL)[1]
     (tmp_path / "terse.py").write_text(block)
     assert start([*SMALL, f"task.name={tmp_path / 'terse.py'}", f"run.dir={tmp_path}",
                   "data.prompt_style=chat"]) == 0

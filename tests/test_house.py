@@ -11,6 +11,7 @@ MACHINERY = sorted((ROOT / "machinery").glob("*.py"))
 ROOMS = [ROOT / "main.py", ROOT / "logger.py", ROOT / "countdown.py", *MACHINERY]
 LINES = {"main.py": 500, "logger.py": 380, "countdown.py": 260}
 LINES_OF_MACHINERY, LINES_OF_A_FILE, FILES, COLUMNS = 1200, 200, 12, 100
+LINES_OF_README = 250
 
 
 def imported(path) -> set[str]:
@@ -51,6 +52,7 @@ def test_every_room_keeps_to_its_budget():
     assert max(sizes) <= LINES_OF_A_FILE and sum(sizes) <= LINES_OF_MACHINERY
     assert len(list((ROOT / "machinery").glob("*.*"))) <= FILES
     assert len(list(ROOT.glob("*.py"))) == 3  # no fourth
+    assert len((ROOT / "README.md").read_text().splitlines()) <= LINES_OF_README
 
 
 def test_no_line_is_too_wide_and_no_function_longer_than_a_screen():
@@ -90,7 +92,7 @@ def test_the_first_line_of_each_room_says_what_to_believe(path):
     first = ast.get_docstring(ast.parse(path.read_text())).splitlines()[0]
     assert len(first) > 30 and path.read_text().startswith('"""')
     if path.name != "__init__.py":
-        assert f"machinery/{path.name}" in (ROOT / "README.md").read_text()
+        assert f"machinery/{path.name}" in (ROOT / "CONTRIBUTING.md").read_text()
 
 
 def test_the_seven_numbers_of_the_head_stand_over_the_sections_and_in_training_step():
@@ -106,17 +108,17 @@ def test_the_seven_numbers_of_the_head_stand_over_the_sections_and_in_training_s
     assert places == list("1234567")
 
 
-def test_the_readmes_tour_goes_through_main_py_in_its_order():
-    source = (ROOT / "main.py").read_text()
-    tour = (ROOT / "README.md").read_text().split("## A tour")[1].split("`machinery/` is")[0]
-    chapters = re.findall(r"^- \*\*(.*?)\*\*:", tour, re.MULTILINE)
-    assert chapters == re.findall(r"^# -+ (.*)$", source, re.MULTILINE)
-    bounds = [source.index(f"- {chapter}\n") for chapter in chapters] + [len(source)]
-    for chapter, start, end in zip(chapters, bounds, bounds[1:]):
-        item = tour.split(f"**{chapter}**")[1].split("\n- ")[0]
-        names = [name for name in re.findall(r"`(\w+)`", item)
-                 if re.search(rf"^(def|class) {name}\b", source, re.MULTILINE)]
-        assert names
-        for name in names:
-            place = re.search(rf"^(def|class) {name}\b", source, re.MULTILINE).start()
-            assert start < place < end or name == "Trajectory", (chapter, name)
+def test_the_readmes_walk_goes_through_main_py_in_its_order_and_quotes_what_stands_there():
+    """A line of dots in a quotation stands for lines left out."""
+    readme, source = ((ROOT / name).read_text() for name in ("README.md", "main.py"))
+    walk = readme.split("## One question, one step\n")[1].split("\n## ")[0]
+    chapters = re.split(r"^### (.*)\n", walk, flags=re.MULTILINE)[1:]
+    sections = re.split(r"^# -{60,} (.*)\n", source, flags=re.MULTILINE)[1:]
+    assert sections[-2] == "the loop"  # that does all of it
+    assert [title.lower() for title in chapters[::2]] == sections[:-2:2]
+    for title, chapter, section in zip(chapters[::2], chapters[1::2], sections[1::2]):
+        for quotation in re.findall(r"```python\n(.*?)```", chapter, re.DOTALL):
+            place = 0
+            for piece in re.split(r"^ *\.\.\.\n", quotation, flags=re.MULTILINE):
+                assert piece in section[place:], (title, piece)
+                place = section.index(piece, place) + len(piece)

@@ -50,9 +50,9 @@ def with_adapters(size=0.1, **more):
 
 
 def plain_model_of(best, folder):
-    """What the README's lines make of adapters, loaded as any other model."""
-    readme = (ROOT / "README.md").read_text()
-    lines = re.search(r"```python\n(from peft .*?)```", readme, re.DOTALL)[1]
+    """What the lines of docs/running.md make of adapters, loaded as any other model."""
+    page = (ROOT / "docs" / "running.md").read_text()
+    lines = re.search(r"```python\n(from peft .*?)```", page, re.DOTALL)[1]
     for shown, meant in (("runs/<name>/best", best), ("merged", folder)):
         assert lines.count(f'"{shown}"') == 2
         lines = lines.replace(f'"{shown}"', repr(str(meant)))

@@ -1,8 +1,12 @@
-"""The README keeps its word: what it names exists, and what it tells to run does what it says."""
+"""README and docs/ keep their word: what they name exists, what they tell to run does what they
+say, and the step that the README goes through is the first one of the default."""
 
 import json
 import re
 import shlex
+import sys
+from pathlib import Path
+from statistics import fmean
 
 import pytest
 import yaml
@@ -11,15 +15,28 @@ from processes import ROOT, ranks
 from test_resume import run_without_curves
 from torch.distributed.run import parse_args
 
+import main
 from machinery.settings import flatten, load_config
 
+sys.path.extend([str(ROOT / "bench"), str(ROOT / "examples")])
+import experiments
+import one_step
+
 README = (ROOT / "README.md").read_text()
-PROSE = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
-# its names
-PROSE = re.sub(r"\| TRL \| here \|\n(\|.*\n)+",
+PAGES = "\n".join([README, *(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))])
+EXPERIMENTS_PAGE = (ROOT / "docs" / "experiments.md").read_text()
+PROSE = re.sub(r"```.*?```", "", PAGES, flags=re.DOTALL)
+# the names of others
+PROSE = re.sub(r"\| (TRL|verl) \| here \|\n(\|.*\n)+",
                lambda table: re.sub(r"^\|.*?\|", "|", table[0], flags=re.MULTILINE), PROSE)
-BASH = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
-        for line in re.sub(r"\\\n\s*", "", block).splitlines() if line.strip()]
+
+
+def bash_of(page: str) -> list[str]:
+    return [line for block in re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+            for line in re.sub(r"\\\n\s*", "", block).splitlines() if line.strip()]
+
+
+BASH = bash_of(PAGES)
 SOURCES = "\n".join(
     path.read_text() for pattern in ("*.py", "machinery/*.py", "*.yaml", "*.txt", ".env.example",
                                      "examples/*.py", "recipes/*", "bench/*.py", ".ci/*")
@@ -34,7 +51,7 @@ SMALL = ["training.max_steps=1", "training.max_new_gen_tokens=8", "training.num_
 
 
 TRAINING = [line for line in BASH if "main.py" in line] + re.findall(
-    r"`(\.venv/bin/(?:python|torchrun --nproc-per-node=\d) main\.py)` \|", README)
+    r"`(\.venv/bin/(?:python|torchrun --nproc-per-node=\d) main\.py)` \|", PAGES)
 
 
 def ranks_and_arguments(line: str) -> tuple[int, tuple[str, ...]]:
@@ -49,14 +66,15 @@ def ranks_and_arguments(line: str) -> tuple[int, tuple[str, ...]]:
 
 
 @pytest.mark.parametrize(("num_ranks", "arguments"),
-                         sorted(set(map(ranks_and_arguments, TRAINING))), ids=str)
+                         sorted(set(map(ranks_and_arguments,
+                                        set(TRAINING) - set(bash_of(EXPERIMENTS_PAGE))))), ids=str)
 def test_every_command_that_trains_does_so_with_the_keys_it_shows(num_ranks, arguments, tmp_path):
     """In a small form, on ranks as torchrun starts them; a real one does in test_run.py."""
     shown, small = (dict(word.split("=", 1) for word in arguments if "=" in word),
                     [*SMALL, f"run.dir={tmp_path}"])
     if shown.get("task.name") == "sums.py":
         (tmp_path / "sums.py").write_text(
-            re.search(r"```python\n(# sums\.py.*?)```", README, re.DOTALL)[1])
+            re.search(r"```python\n(# sums\.py.*?)```", PAGES, re.DOTALL)[1])
         small += [f"task.name={tmp_path / 'sums.py'}"]
         del shown["task.name"]
     if "--config" in arguments:
@@ -77,20 +95,43 @@ def test_every_command_that_trains_does_so_with_the_keys_it_shows(num_ranks, arg
     assert (tmp_path / "mlflow.db").exists() == ("logging.mlflow" in shown)
 
 
+def test_the_experiments_of_the_page_are_those_that_its_script_runs():
+    """In their order, which is that of the pictures too."""
+    chapters = re.split(r"^## \d+\. (.*)\n", EXPERIMENTS_PAGE, flags=re.MULTILINE)[1:]
+    assert [title.lower() for title in chapters[::2]] == [
+        name.lower() for name in experiments.EXPERIMENTS]
+    for chapter, variants in zip(chapters[1::2], experiments.EXPERIMENTS.values()):
+        shown = [ranks_and_arguments(line) for line in bash_of(chapter)]
+        assert [num_ranks for num_ranks, _ in shown] == [experiments.RANKS] * len(variants)
+        assert [[*words] for _, words in shown] == [
+            [f"{key}={value}" for key, value in keys.items()] for keys in variants.values()]
+        for _, words in shown:
+            load_config([*words])
+
+
 def test_every_other_command_is_run_somewhere():
     """By the test named here, or as the line that .ci/run is made of."""
     tested = {"pytest": "", ".ci/run": "", "examples/ask.py": "test_ask.py",
               "examples/one_step.py": "test_one_step.py",
               "examples/exercise.py": "test_exercise.py",
-              "bench/memory.py": "test_cost.py", "mlflow ui": "test_logger.py"}
+              "bench/memory.py": "test_cost.py", "bench/experiments.py": "test_cost.py",
+              "mlflow ui": "test_logger.py"}
     for line in BASH:
         if line not in TRAINING:
             found, = {name for name in tested if name in line}
-            assert not tested[found] or found.split()[0] in (
-                ROOT / "tests" / tested[found]).read_text().replace("memory.py", "bench/memory.py")
+            assert not tested[found] or found.split()[0].removeprefix("bench/") in (
+                ROOT / "tests" / tested[found]).read_text()
 
 
-def test_every_name_and_path_in_the_readme_exists():
+def test_what_this_is_is_said_in_one_sentence_everywhere():
+    sentence = main.__doc__.splitlines()[0]
+    assert sentence.endswith("reason.")
+    for name in ("README.md", "pyproject.toml", "machinery/card.md", "machinery/advice.yaml"):
+        text = " ".join((ROOT / name).read_text().split())
+        assert sentence.removesuffix(".") in text, name
+
+
+def test_every_name_and_path_in_the_pages_exists():
     for span in set(re.findall(r"`([^`\n]+)`", PROSE)) - ELSEWHERE:
         if (re.fullmatch(r"[\w./-]+\.(py|md|yaml|sh|png|jsonl|json|txt|toml|parquet)"
                          r"|[\w./-]+/", span)
@@ -109,3 +150,97 @@ def logger_files():
     import logger
 
     return set(re.findall(r"runs/<name>/([\w.]+)", logger.__doc__))
+
+
+# ---------------------------------------------------------------- one question, one step
+
+def the_first_step(out, *arguments):
+    """What becomes of the groups of this rank, beside the run."""
+    groups, compare = [], main.compute_advantages
+
+    def compare_and_tell(group, *others):
+        chosen = compare(group, *others)
+        groups.append([[answer.row["prompt"], answer.completion, len(answer.completion_ids),
+                        answer.reward, answer.advantage, answer.truncated] for answer in group])
+        Path(f"{out}/groups-{main.RANK}.json").write_text(json.dumps(groups))
+        return chosen
+
+    main.compute_advantages = compare_and_tell
+    run_without_curves(*arguments)
+
+
+@pytest.mark.mathematics
+def test_the_step_that_the_readme_goes_through_is_the_first_of_the_default(tmp_path):
+    """On two ranks; with fewer answers to evaluate, which changes nothing of it."""
+    result = ranks(2, the_first_step, str(tmp_path), "training.max_steps=1",
+                   "validation.best_of_n=1", f"run.dir={tmp_path}", "run.name=a")
+    assert result.returncode == 0, result.stderr
+    groups, others = (json.loads((tmp_path / f"groups-{rank}.json").read_text()) for rank in (0, 1))
+    walk = README.split("## One question, one step\n")[1].split("\n## ")[0]
+
+    first, (prompt, *_) = groups[0], groups[0][0]
+    shown, = re.findall(r"```\n(Combine.*?)\n```", walk, re.DOTALL)
+    assert shown.split() == prompt.split() and prompt.endswith("\n<think>")
+    table = dict(enumerate(first, start=1))
+    for line in re.findall(r"^\| ([\d, ]+) \| (.*) \| `(.*)` \| (\d+) \| (.*) \| (.*) \|$", walk,
+                           re.MULTILINE):
+        numbers, thinking, expression, length, reward, advantage = line
+        for number in map(int, numbers.split(", ")):
+            _, completion, *figures, _ = table.pop(number)
+            tries = "\n".join(re.findall("`(.*?)`", thinking))
+            assert completion == f"{tries}\n</think>\n<answer>{expression}</answer>"
+            assert figures == pytest.approx([int(length), float(reward), float(advantage)])
+    assert table == {}
+    assert not any(answer[-1] for group in groups + others for answer in group)
+
+    rewards = [round(answer[3], 6) for answer in first]
+    right, wrong = rewards.count(1.1), rewards.count(0.1)
+    assert f"({right} x 1.1 + {wrong} x 0.1) / 8 = {fmean(rewards):.2f}" in walk
+    B, L = sum(map(len, groups + others)), 192
+    assert f"B = {B} counts" in walk
+    for answer, says in ((6, "{:.2f} / (128 x 192) = {}"), (4, "-3.1e-5")):
+        weight = f"{first[answer - 1][4] / (B * L):.1e}".replace("e-0", "e-")
+        assert says.format(first[answer - 1][4], weight) in walk and weight in walk
+
+    def group_of(numbers):
+        assert f"`{numbers}`" in walk
+        asked, target = numbers.split(" = ")
+        start = f"Combine the numbers {asked} into an expression that equals {target}."
+        group, = [group for group in groups if group[0][0].startswith(start)]
+        return group
+    assert {(round(reward, 6), advantage) for *_, reward, advantage, _ in group_of(
+        "7, 21, 30 = 10")} == {(0.1, 0)}
+    wrong = [answer[2] for answer in group_of("29, 29, 16 = 17") if round(answer[4], 6) == -0.25]
+    assert {121, 33} <= set(wrong) and "one of 121 and one of 33" in walk
+    assert f"{121 / 33:.1f} times less" in walk.replace("\n", " ")
+
+    metrics = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").open()][1]
+    no_signal = sum(len({answer[4] for answer in group}) == 1 for group in groups + others)
+    assert f"{no_signal} of 16 groups: `no signal {metrics['groups_without_signal']:.2f}`" in walk
+    assert (f"step    1  reward {metrics['reward']:.3f}  solved {metrics['solved']:.3f}  "
+            f"length {metrics['completion_length']:3.0f} ") in README
+
+
+@pytest.mark.mathematics
+def test_the_update_that_the_readme_shows_is_what_one_step_makes_of_it(one_rank):
+    run = one_step.prepare(load_config([]))
+    answers, chosen, _ = next(one_step.groups_with_signal(run, None))
+    numbers = one_step.one_step(run, answers, chosen)
+
+    def token(number, text, then):
+        """The token in that answer with which `text` goes on so."""
+        answer = answers[number - 1]
+        texts = one_step.texts_of_tokens(run.tokenizer, answer.completion_ids)
+        place = next(i for i in range(len(texts)) if "".join(texts[:i]) == text)
+        assert texts[place] == then
+        return float(answer.before[place].exp()), float(answer.after[place].exp())
+
+    was, now = token(4, "56+29=85, 30*3=90 no\n", "</think>")
+    assert f"in answer 4 falls from {was:.2f} to {now:.2f}" in README
+    was, now = token(2, "56+30=86, 29*3=87 no\n", "5")
+    assert now > was + 0.01
+    was, now = token(2, "56+3", "0")
+    assert now < was - 0.01
+    was, now = token(1, "56+3", "=")
+    assert now > was + 0.01
+    assert numbers["change_as_meant"] > 0.5
