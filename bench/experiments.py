@@ -27,7 +27,9 @@ EXPERIMENTS = {
     "size of the group": {
         "G = 2": {QUESTIONS: 32, "training.k_best_of_n": "[2,2]"},
         "G = 32": {QUESTIONS: 2, "training.k_best_of_n": "[32,32]"}},
-    "learning rate": {"ten times": {"training.learning_rate": "3.0e-4"}},
+    "learning rate": {
+        "ten times": {"training.learning_rate": "3.0e-4"},
+        "a hundred times": {"training.learning_rate": "3.0e-3"}},
     "shuffled rewards": {"": {"task.name": "tests/tasks/shuffled_reward.py"}},
     "self-imitation": {"": {"training.learning_type": "sil", "training.k_best_of_n": "[2,8]"}},
     "scaled advantages": {"": {"training.scale_rewards": "group"}},
