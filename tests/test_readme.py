@@ -43,7 +43,7 @@ SOURCES = "\n".join(
     for path in ROOT.glob(pattern))
 # What a run leaves, names of other projects and tools, and words of shells and mathematics.
 ELSEWHERE = {"runs/<name>/", "checkpoints/step-NNNNNN/", "best/", "tokenizers", "no_sync", "uv",
-             "sums.py", "terse.py", "my.yaml", "exercise/", "exercise/main.py",
+             "sums.py", "terse.py", "my.yaml", "mytask.py", "exercise/", "exercise/main.py",
              "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",
              "sqlite:///mlflow.db", "from_pretrained"}
 SMALL = ["training.max_steps=1", "training.max_new_gen_tokens=8", "training.num_samples_per_step=2",
@@ -72,11 +72,16 @@ def test_every_command_that_trains_does_so_with_the_keys_it_shows(num_ranks, arg
     """In a small form, on ranks as torchrun starts them; a real one does in test_run.py."""
     shown, small = (dict(word.split("=", 1) for word in arguments if "=" in word),
                     [*SMALL, f"run.dir={tmp_path}"])
+    sums = re.search(r"```python\n(# sums\.py.*?)```", PAGES, re.DOTALL)[1]
     if shown.get("task.name") == "sums.py":
-        (tmp_path / "sums.py").write_text(
-            re.search(r"```python\n(# sums\.py.*?)```", PAGES, re.DOTALL)[1])
+        (tmp_path / "sums.py").write_text(sums)
         small += [f"task.name={tmp_path / 'sums.py'}"]
         del shown["task.name"]
+    if own := "my.yaml" in arguments:
+        (tmp_path / "mytask.py").write_text(sums)
+        (tmp_path / "my.yaml").write_text(
+            re.search(r"```yaml\n(# my\.yaml.*?)```", PAGES, re.DOTALL)[1])
+        (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     if "--config" in arguments:
         small += ["model.name=tiny/model", "data.dataset=tiny/countdown.parquet"]
     if "task.name" not in shown:
@@ -84,7 +89,8 @@ def test_every_command_that_trains_does_so_with_the_keys_it_shows(num_ranks, arg
     if "training.learning_type" not in shown:
         small += ["training.k_best_of_n=[2,2]"]
     result = ranks(num_ranks, run_without_curves, *arguments, *small,
-                   cwd=tmp_path if "logging.mlflow" in shown else ROOT,  # it writes there
+                   # it writes there, or finds its files there
+                   cwd=tmp_path if own or "logging.mlflow" in shown else ROOT,
                    MLFLOW_TRACKING_URI=f"sqlite:///{tmp_path / 'mlflow.db'}")
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout.splitlines()[-1])["steps"] == 1
