@@ -1,12 +1,14 @@
 """Ten things to try with the embedded default, each with three seeds, and one picture of them all.
 
-    .venv/bin/python bench/experiments.py --picture docs/experiments.png
-        all of them: about two hours on two cores. What has been run is not run again
+    .venv/bin/python bench/experiments.py --picture experiments.png
+        all of them: two hours on two cores. What it has run before is not run again
     .venv/bin/python bench/experiments.py --only "KL term" --seeds 0
         one of them beside the default, in minutes
+    .venv/bin/python bench/experiments.py --data docs/experiments.json --picture experiments.png
+        the runs that docs/experiments.md tells of
 
 Each run is one process that takes the questions of two ranks; two runs at once keep two cores
-busier than one run of two ranks does."""
+busier than one run of two ranks does. --data holds what each of their evaluations said."""
 
 import argparse
 import json
@@ -41,11 +43,18 @@ EXPERIMENTS = {
     "questions a step": {"a quarter": {QUESTIONS: 2}},
     "KL term": {"": {"training.kl_beta": 0.04}},
 }
+KEPT = ("step", "eval/solved", "eval/best_of_n", "eval/completion_length", "eval/truncated",
+        "eval/format")
 COLOURS = ["#c2410c", "#1d4ed8"]
 
 
+def title_of(keys: dict, seed: int, options: argparse.Namespace) -> str:
+    words = [*(f"{key}={value}" for key, value in keys.items()), *options.keys, f"seed {seed}"]
+    return " ".join(words)
+
+
 def curve_of(keys: dict, seed: int, options: argparse.Namespace) -> list[dict]:
-    """The evaluations of a run, which goes on from where it was stopped."""
+    """What the evaluations of a run said; it goes on from where it was stopped."""
     keys = {QUESTIONS: 8, **keys}
     keys[QUESTIONS] *= RANKS
     command = [sys.executable, "main.py", *(f"{key}={value}" for key, value in keys.items()),
@@ -55,7 +64,7 @@ def curve_of(keys: dict, seed: int, options: argparse.Namespace) -> list[dict]:
                            env=os.environ | {"OMP_NUM_THREADS": threads})
     folder = ROOT / json.loads(ended.stdout.splitlines()[-1])["folder"]
     entries = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [entry for entry in entries if "eval/solved" in entry]
+    return [{key: round(entry[key], 4) for key in KEPT} for entry in entries if KEPT[1] in entry]
 
 
 def over_seeds(runs: list[list[dict]], key: str, at: int = -1, digits: int = 2) -> str:
@@ -95,31 +104,40 @@ def command(arguments: list[str]) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--at-once", type=int, default=2, help="runs side by side")
     parser.add_argument("--out", default="runs/experiments", help="folder of the runs")
+    parser.add_argument("--data", type=Path, default=ROOT / "runs" / "experiments.json")
     parser.add_argument("--picture", type=Path, help="where the curves are drawn")
     parser.add_argument("keys", nargs="*", help="section.key=value, for every run")
     options = parser.parse_intermixed_args(arguments)
 
-    chosen = {name: EXPERIMENTS[name] for name in options.only or EXPERIMENTS}
-    tries = [(name, variant, keys) for name, variants in {DEFAULT: {"": {}}, **chosen}.items()
-             for variant, keys in variants.items()]
-    curves: dict[str, dict[str, list[list[dict]]]] = {}
-    print("| experiment | solved at step 0 | after | best of 4 | tokens | cut off |\n"
-          "| --- | --- | --- | --- | --- | --- |", flush=True)
+    chosen = {DEFAULT: {"": {}}}
+    chosen |= {name: EXPERIMENTS[name] for name in options.only or EXPERIMENTS}
+    known = json.loads(options.data.read_text()) if options.data.exists() else {}
+    wanted = {title_of(keys, seed, options): (keys, seed) for variants in chosen.values()
+              for keys in variants.values() for seed in options.seeds}
+    missing = [title for title in wanted if title not in known]
     with ThreadPoolExecutor(options.at_once) as pool:
-        all_runs = pool.map(lambda one: curve_of(*one, options),
-                            [(keys, seed) for *_, keys in tries for seed in options.seeds])
-        for name, variant, _ in tries:
-            runs = [next(all_runs) for _ in options.seeds]
-            curves.setdefault(name, {})[variant] = runs
+        for title, curve in zip(missing, pool.map(
+                lambda title: curve_of(*wanted[title], options), missing)):
+            known[title] = curve
+            options.data.parent.mkdir(parents=True, exist_ok=True)
+            lines = (f"{json.dumps(title)}: {json.dumps(curve)}" for title, curve in known.items())
+            options.data.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+            print(f"{title}: solved {curve[-1]['eval/solved']:.3f}", flush=True)
+
+    curves = {name: {variant: [known[title_of(keys, seed, options)] for seed in options.seeds]
+                     for variant, keys in variants.items()} for name, variants in chosen.items()}
+    print("| experiment | solved at step 0 | after | best of 4 | tokens | cut off | form |\n"
+          "| --- | --- | --- | --- | --- | --- | --- |")
+    for name, variants in curves.items():
+        for variant, runs in variants.items():
             print(f"| {name}{f', {variant}' * bool(variant)} "
                   f"| {over_seeds(runs, 'eval/solved', at=0)} "
                   f"| {over_seeds(runs, 'eval/solved')} | {over_seeds(runs, 'eval/best_of_n')} "
                   f"| {over_seeds(runs, 'eval/completion_length', digits=0)} "
-                  f"| {over_seeds(runs, 'eval/truncated')} |", flush=True)
+                  f"| {over_seeds(runs, 'eval/truncated')} | {over_seeds(runs, 'eval/format')} |")
     if options.picture:
         draw(curves, options.picture)
-    print(json.dumps({name: {variant: [[(entry["step"], round(entry["eval/solved"], 4))
-                                        for entry in run] for run in runs]
+    print(json.dumps({name: {variant: [run[-1]["eval/solved"] for run in runs]
                              for variant, runs in variants.items()}
                       for name, variants in curves.items()}))
 

@@ -127,7 +127,8 @@ def test_keys_and_values_are_not_copied_for_each_token(rows):
     pytest.param(["memory.py", "--measure", "--shape", "small", "--prompt", "48",
                   "training.max_new_gen_tokens=64"], marks=pytest.mark.soak),
     pytest.param(["experiments.py", "--only", "KL term", "--seeds", "1", "2",
-                  "--out", "{}", "--picture", "{}/picture.png", "training.max_steps=1",
+                  "--out", "{}", "--data", "{}/data.json", "--picture", "{}/picture.png",
+                  "training.max_steps=1",
                   "training.max_new_gen_tokens=16", "training.num_samples_per_step=2",
                   "data.num_validation=4", "validation.best_of_n=2"], marks=pytest.mark.soak),
     pytest.param(["speedrun.py", "--seeds", "1", "--target", "1.0", "validation.every=2",
@@ -153,8 +154,11 @@ def test_each_measurement_runs_and_ends_with_one_json_line(command, tmp_path):
         assert answer["forecast_gb"]["learning"] == pytest.approx(answer["measured_gb"]["learning"],
                                                                   rel=0.4)
     elif command[0] == "experiments.py":
-        for curves in answer["the default"][""], answer["KL term"][""]:
-            assert [[step for step, _ in curve] for curve in curves] == [[0, 1], [0, 1]]
+        kept = json.loads((tmp_path / "data.json").read_text())
+        assert len(kept) == 4 and all(
+            [entry["step"] for entry in curve] == [0, 1] for curve in kept.values())
+        assert {name: len(ends[""]) for name, ends in answer.items()} == {
+            "the default": 2, "KL term": 2}
         assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     elif command[0] == "speedrun.py":
         steps, seconds, _ = zip(*answer["seeds"]["1"]["ours"]["curve"])
