@@ -204,7 +204,7 @@ def compute_advantages(group: list[Trajectory], training: TrainingSettings,
         for answer in best:
             answer.advantage = float(answer.reward > 0)  # nothing that earned nothing is imitated
         return best
-    if max(rewards) > min(rewards):  # else all stay exactly 0, where rounding would leave a trace
+    if max(rewards) > min(rewards):  # else all stay exactly 0, whatever a mean would round to
         mean = sum(rewards) / len(rewards)
         scale = stdev(rewards) + 1e-4 if training.scale_rewards == "group" else 1.0
         for answer in group:
@@ -232,7 +232,7 @@ def policy_loss(logprobs: torch.Tensor, batch: list[Trajectory], B: int, T: int,
     A = A.repeat_interleave(lengths)  # (rows,) -> (tokens,)
     watched = {}
     if training.updates_per_batch == 1:
-        gains = A * logprobs  # rho would be 1, and its gradient is that of log pi
+        gains = A * logprobs  # for rho, which is 1 here and has the same gradient
     else:
         rho = (logprobs - torch.cat([answer.old_logprobs for answer in batch])).exp()
         gains = rho * A
