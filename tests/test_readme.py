@@ -175,13 +175,33 @@ def the_first_step(out, *arguments):
     run_without_curves(*arguments)
 
 
-@pytest.mark.mathematics
-def test_the_step_that_the_readme_goes_through_is_the_first_of_the_default(tmp_path):
-    """On two ranks; with fewer answers to evaluate, which changes nothing of it."""
-    result = ranks(2, the_first_step, str(tmp_path), "training.max_steps=1",
-                   "validation.best_of_n=1", f"run.dir={tmp_path}", "run.name=a")
+@pytest.fixture(scope="module")
+def first_step(tmp_path_factory):
+    """Of the default, on two ranks: the groups of each, and the metrics before, of and after it.
+    With fewer answers to evaluate, which changes nothing of it."""
+    folder = tmp_path_factory.mktemp("first step")
+    result = ranks(2, the_first_step, str(folder), "training.max_steps=1",
+                   "validation.best_of_n=1", f"run.dir={folder}", "run.name=a")
     assert result.returncode == 0, result.stderr
-    groups, others = (json.loads((tmp_path / f"groups-{rank}.json").read_text()) for rank in (0, 1))
+    return (*(json.loads((folder / f"groups-{rank}.json").read_text()) for rank in (0, 1)),
+            [json.loads(line) for line in (folder / "a" / "metrics.jsonl").open()])
+
+
+def test_each_metric_has_its_meaning_and_no_other_has(first_step):
+    page = (ROOT / "docs" / "numbers.md").read_text()
+    chapter = page.split("## Every metric\n")[1].split("\n## ")[0]
+    told = {name for line in re.findall(r"^- (`.*?):[ \n]", f"{chapter}\n", re.MULTILINE)
+            for name in re.findall("`(.*?)`", line)} | {"loss", "learning_rate"}
+    measured = {re.sub(r"(?<=reward/)(format|answer)|(?<=^eval/)(format|answer)", "<part>",
+                       re.sub("eval/solved/3", "eval/solved/<group>", key))
+                for metrics in first_step[2] for key in metrics}
+    assert {name for name in measured if not name.endswith("_ci95")} - told == {"step"}
+    assert told - measured == {"kl", "clipped"}  # of other relatives, tests/test_family.py
+
+
+@pytest.mark.mathematics
+def test_the_step_that_the_readme_goes_through_is_the_first_of_the_default(first_step):
+    groups, others, (_, metrics, _) = first_step
     walk = README.split("## One question, one step\n")[1].split("\n## ")[0]
 
     first, (prompt, *_) = groups[0], groups[0][0]
@@ -220,7 +240,6 @@ def test_the_step_that_the_readme_goes_through_is_the_first_of_the_default(tmp_p
     assert {121, 33} <= set(wrong) and "one of 121 and one of 33" in walk
     assert f"{121 / 33:.1f} times less" in walk.replace("\n", " ")
 
-    metrics = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").open()][1]
     no_signal = sum(len({answer[4] for answer in group}) == 1 for group in groups + others)
     assert f"{no_signal} of 16 groups: `no signal {metrics['groups_without_signal']:.2f}`" in walk
     assert (f"step    1  reward {metrics['reward']:.3f}  solved {metrics['solved']:.3f}  "
