@@ -36,6 +36,8 @@ SECONDS_BETWEEN_PROGRESS_LINES = 30  # where stdout is not a terminal
 SECONDS_BETWEEN_DRAWINGS = 60
 SECONDS_TO_END_MLFLOW = {"FINISHED": 60, "FAILED": 5, "KILLED": 5}  # what it has not been told yet
 KEPT = ("metrics.jsonl", "samples.jsonl")  # they grow, and are cut back when a run goes on
+CURVES = {"solved": "share", "best_of_n": "share", "reward": "points",  # and their units
+          "completion_length": "tokens", "truncated": "share", "groups_without_signal": "share"}
 
 
 class Logger:
@@ -279,11 +281,9 @@ class Logger:
 
     def _draw_curves(self) -> None:
         from matplotlib.figure import Figure  # here, because importing it takes a second
-
         self.drawn, figure = time.time(), Figure(figsize=(12, 6), layout="constrained")
-        for axis, name in zip(figure.subplots(2, 3).flat, ("solved", "best_of_n", "reward",
-                              "completion_length", "truncated", "groups_without_signal")):
-            axis.set(title=name.replace("_", " "), xlabel="step")
+        for axis, (name, unit) in zip(figure.subplots(2, 3).flat, CURVES.items()):
+            axis.set(title=name.replace("_", " "), xlabel="step", ylabel=unit)
             for metric, label, color, marker in ((name, "training", "0.6", ""),
                                                  (f"eval/{name}", "held out", "0", "o")):
                 points = [(entry["step"], entry[metric], entry.get(f"{metric}_ci95") or 0.0)
