@@ -12,6 +12,7 @@ busier than one run of two ranks does. --data holds what each of their evaluatio
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -43,6 +44,7 @@ EXPERIMENTS = {
     "questions a step": {"a quarter": {QUESTIONS: 2}},
     "KL term": {"": {"training.kl_beta": 0.04}},
 }
+NUMBERED = {name: f"{number}. {name}" for number, name in enumerate(EXPERIMENTS, start=1)}
 KEPT = ("step", "eval/solved", "eval/best_of_n", "eval/completion_length", "eval/truncated",
         "eval/format")
 COLOURS = ["#c2410c", "#1d4ed8"]
@@ -67,8 +69,8 @@ def curve_of(keys: dict, seed: int, options: argparse.Namespace) -> list[dict]:
     return [{key: round(entry[key], 4) for key in KEPT} for entry in entries if KEPT[1] in entry]
 
 
-def over_seeds(runs: list[list[dict]], key: str, at: int = -1, digits: int = 2) -> str:
-    return ", ".join(f"{run[at][key]:.{digits}f}" for run in runs)
+def at_the_end(runs: list[list[dict]], key: str, digits: int = 2) -> str:
+    return ", ".join(f"{run[-1][key]:.{digits}f}" for run in runs)
 
 
 def draw(curves: dict[str, dict[str, list[list[dict]]]], path: Path) -> None:
@@ -82,13 +84,16 @@ def draw(curves: dict[str, dict[str, list[list[dict]]]], path: Path) -> None:
                   label=label)
 
     shown = {name: variants for name, variants in curves.items() if name != DEFAULT}
-    figure = Figure(figsize=(15, 6), layout="constrained")
-    all_axes = figure.subplots(2, 5, sharex=True, sharey=True, squeeze=False).flatten()
+    rows, columns = math.ceil(len(shown) / 5), min(5, len(shown))
+    figure = Figure(figsize=(3 * columns, 3 * rows), layout="constrained")
+    all_axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
+    for axes in all_axes[len(shown):]:
+        axes.axis("off")
     for axes, (name, variants) in zip(all_axes, shown.items()):
         line(axes, curves[DEFAULT][""], "#a3a3a3", None)
         for colour, (variant, runs) in zip(COLOURS, variants.items()):
             line(axes, runs, colour, variant)
-        axes.set_title(name)
+        axes.set_title(NUMBERED[name])
         axes.set_ylim(0, 1)
         axes.grid(alpha=0.3)
         if any(variants):
@@ -126,15 +131,14 @@ def command(arguments: list[str]) -> None:
 
     curves = {name: {variant: [known[title_of(keys, seed, options)] for seed in options.seeds]
                      for variant, keys in variants.items()} for name, variants in chosen.items()}
-    print("| experiment | solved at step 0 | after | best of 4 | tokens | cut off | form |\n"
-          "| --- | --- | --- | --- | --- | --- | --- |")
+    print("| experiment | solved | tokens | cut off | form |\n| --- | --- | --- | --- | --- |")
     for name, variants in curves.items():
         for variant, runs in variants.items():
-            print(f"| {name}{f', {variant}' * bool(variant)} "
-                  f"| {over_seeds(runs, 'eval/solved', at=0)} "
-                  f"| {over_seeds(runs, 'eval/solved')} | {over_seeds(runs, 'eval/best_of_n')} "
-                  f"| {over_seeds(runs, 'eval/completion_length', digits=0)} "
-                  f"| {over_seeds(runs, 'eval/truncated')} | {over_seeds(runs, 'eval/format')} |")
+            title = NUMBERED.get(name, name)
+            title = f"{title.split()[0]} {variant}" if variant else title
+            print(f"| {title} | {at_the_end(runs, 'eval/solved')} "
+                  f"| {at_the_end(runs, 'eval/completion_length', digits=0)} "
+                  f"| {at_the_end(runs, 'eval/truncated')} | {at_the_end(runs, 'eval/format')} |")
     if options.picture:
         draw(curves, options.picture)
     print(json.dumps({name: {variant: [run[-1]["eval/solved"] for run in runs]
