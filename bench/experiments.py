@@ -66,7 +66,8 @@ def curve_of(keys: dict, seed: int, options: argparse.Namespace) -> list[dict]:
                            env=os.environ | {"OMP_NUM_THREADS": threads})
     folder = ROOT / json.loads(ended.stdout.splitlines()[-1])["folder"]
     entries = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [{key: round(entry[key], 4) for key in KEPT} for entry in entries if KEPT[1] in entry]
+    return [{key: round(entry[key], 4) for key in KEPT}
+            for entry in entries if "eval/solved" in entry]
 
 
 def at_the_end(runs: list[list[dict]], key: str, digits: int = 2) -> str:
