@@ -4,6 +4,7 @@ import json
 import math
 import re
 import signal
+import subprocess
 import sys
 import time
 from fractions import Fraction
@@ -310,17 +311,23 @@ def test_a_tasks_load_that_fails_is_named(load, says, tmp_path, monkeypatch, cap
 
 
 def test_the_own_task_of_the_docs_runs_as_it_stands(tmp_path):
-    block = re.search(
-        r"```python\n(# sums\.py.*?)```", (ROOT / "docs/tasks.md").read_text(), re.DOTALL)[1]
+    page = (ROOT / "docs/tasks.md").read_text()
+    block = re.search(r"```python\n(# mytask\.py.*?)```", page, re.DOTALL)[1]
     assert len(block.strip().splitlines()) <= 25
-    (tmp_path / "sums.py").write_text(block)
-    assert start([*SMALL, f"task.name={tmp_path / 'sums.py'}", f"run.dir={tmp_path}"]) == 0
+    (tmp_path / "mytask.py").write_text(block)
+    makes_data = re.search(r"```bash\n(.*?> mine\.jsonl\n)", page, re.DOTALL)[1]
+    subprocess.run(["bash", "-c", makes_data], cwd=tmp_path, check=True)
+    rows = read_jsonl(tmp_path / "mine.jsonl")
+    assert len(rows) == 99 * 11
+    assert all(eval(row["question"]) == int(row["answer"]) for row in rows)
+    assert start([*SMALL, f"task.name={tmp_path / 'mytask.py'}", f"run.dir={tmp_path}",
+                  f"data.dataset={tmp_path / 'mine.jsonl'}"]) == 0
     step = read_jsonl(tmp_path / "a" / "metrics.jsonl")[1]
-    assert {"reward/digits", "reward/sum", "reward/sum_std"} <= set(step)
-    own = main.load_task(make_config(task__name=str(tmp_path / "sums.py")))
-    row = own.load("", 1)[0]
-    assert own.reward_function(str(row["a"] + row["b"]), row) == {"digits": 1.0, "sum": 1.0}
-    assert own.reward_function("no idea", row) == {"digits": 0.0, "sum": 0.0}
+    assert {"reward/digits", "reward/right", "reward/right_std"} <= set(step)
+    own = main.load_task(make_config(task__name=str(tmp_path / "mytask.py")))
+    row = own.load(str(tmp_path / "mine.jsonl"), 1)[0]
+    assert own.reward_function(row["answer"], row) == {"digits": 1.0, "right": 1.0}
+    assert own.reward_function("no idea", row) == {"digits": 0.0, "right": 0.0}
 
 
 def test_the_reward_of_the_docs_for_countdown_runs_as_it_stands(tmp_path):

@@ -43,9 +43,9 @@ SOURCES = "\n".join(
     for path in ROOT.glob(pattern))
 # What a run leaves, names of other projects and tools, and words of shells and mathematics.
 ELSEWHERE = {"runs/<name>/", "checkpoints/step-NNNNNN/", "best/", "tokenizers", "no_sync", "uv",
-             "sums.py", "terse.py", "my.yaml", "mytask.py", "exercise/", "exercise/main.py",
-             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",
-             "sqlite:///mlflow.db", "from_pretrained"}
+             "mine.jsonl", "terse.py", "my.yaml", "mytask.py", "exercise/", "exercise/main.py",
+             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+             "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "sqlite:///mlflow.db", "from_pretrained"}
 SMALL = ["training.max_steps=1", "training.max_new_gen_tokens=8", "training.num_samples_per_step=2",
          "data.num_validation=4", "validation.best_of_n=2", "run.name=a"]
 
@@ -72,18 +72,16 @@ def test_every_command_that_trains_does_so_with_the_keys_it_shows(num_ranks, arg
     """In a small form, on ranks as torchrun starts them; a real one does in test_run.py."""
     shown, small = (dict(word.split("=", 1) for word in arguments if "=" in word),
                     [*SMALL, f"run.dir={tmp_path}"])
-    sums = re.search(r"```python\n(# sums\.py.*?)```", PAGES, re.DOTALL)[1]
-    if shown.get("task.name") == "sums.py":
-        (tmp_path / "sums.py").write_text(sums)
-        small += [f"task.name={tmp_path / 'sums.py'}"]
-        del shown["task.name"]
-    if own := "my.yaml" in arguments:
-        (tmp_path / "mytask.py").write_text(sums)
-        (tmp_path / "my.yaml").write_text(
-            re.search(r"```yaml\n(# my\.yaml.*?)```", PAGES, re.DOTALL)[1])
+    if own := "my.yaml" in arguments or shown.get("task.name") == "mytask.py":
+        for name in ("mytask.py", "my.yaml"):
+            (tmp_path / name).write_text(re.search(
+                rf"```(?:python|yaml)\n(# {re.escape(name)}.*?)```", PAGES, re.DOTALL)[1])
+        (tmp_path / "mine.jsonl").write_text("".join(
+            f'{{"question": "{number}+1", "answer": "{number + 1}"}}\n' for number in range(99)))
         (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     if "--config" in arguments:
-        small += ["model.name=tiny/model", "data.dataset=tiny/countdown.parquet"]
+        small += ["model.name=tiny/model"]
+        small += ["data.dataset=tiny/countdown.parquet"] if not own else []
     if "task.name" not in shown:
         small += ["data.max_rows=200"]
     if "training.learning_type" not in shown:
@@ -121,7 +119,7 @@ def test_every_other_command_is_run_somewhere():
               "examples/one_step.py": "test_one_step.py",
               "examples/exercise.py": "test_exercise.py",
               "bench/memory.py": "test_cost.py", "bench/experiments.py": "test_cost.py",
-              "mlflow ui": "test_logger.py"}
+              "mlflow ui": "test_logger.py", "> mine.jsonl": "test_examples.py"}
     for line in BASH:
         if line not in TRAINING:
             found, = {name for name in tested if name in line}

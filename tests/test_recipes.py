@@ -52,7 +52,8 @@ def test_the_slurm_job_saves_its_last_step_when_preempted_asks_to_be_queued_agai
                    "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}",
                    "STUB_LOG": str(tmp_path / "stub"), "SLURM_SUBMIT_DIR": str(ROOT),
                    "SLURM_JOB_NODELIST": "here", "SLURM_JOB_ID": str(os.getpid()),
-                   "SLURM_NNODES": "1", "SLURM_GPUS_ON_NODE": "1", "HF_HUB_OFFLINE": "1"}
+                   "SLURM_NNODES": "1", "SLURM_GPUS_ON_NODE": "1", "SLURM_CPUS_PER_TASK": "1",
+                   "HF_HUB_OFFLINE": "1"}
     output = tmp_path / "output"
 
     def submit(*settings, **more):
