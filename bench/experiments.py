@@ -71,7 +71,7 @@ def curve_of(keys: dict, seed: int, options: argparse.Namespace) -> list[dict]:
 
 
 def at_the_end(runs: list[list[dict]], key: str, digits: int = 2) -> str:
-    return ", ".join(f"{run[-1][key]:.{digits}f}" for run in runs)
+    return " ".join(f"{run[-1][key]:.{digits}f}" for run in runs)
 
 
 def draw(curves: dict[str, dict[str, list[list[dict]]]], path: Path) -> None:
@@ -135,8 +135,7 @@ def command(arguments: list[str]) -> None:
     print("| experiment | solved | tokens | cut off | form |\n| --- | --- | --- | --- | --- |")
     for name, variants in curves.items():
         for variant, runs in variants.items():
-            title = NUMBERED.get(name, name)
-            title = f"{title.split()[0]} {variant}" if variant else title
+            title = NUMBERED.get(name, name) + (f": {variant}" if variant else "")
             print(f"| {title} | {at_the_end(runs, 'eval/solved')} "
                   f"| {at_the_end(runs, 'eval/completion_length', digits=0)} "
                   f"| {at_the_end(runs, 'eval/truncated')} | {at_the_end(runs, 'eval/format')} |")

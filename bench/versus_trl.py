@@ -20,7 +20,7 @@ parser.add_argument("--trl-python", required=True,
                     help="the Python of an environment with bench/requirements.txt")
 parser.add_argument("--questions", type=int, default=16, help="per step, over all ranks")
 parser.add_argument("--samples", type=int, default=8, help="answers to each")
-parser.add_argument("--tokens", type=int, default=96, help="the longest answer")
+parser.add_argument("--tokens", type=int, default=192, help="the longest answer")
 parser.add_argument("--layouts", nargs="+", type=layout, default=[(1, 2), (2, 1)],
                     help="ranks x threads of each, like 1x2 2x1")
 parser.add_argument("--trl-passes", nargs="+", type=int, default=[1, 4],

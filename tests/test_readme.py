@@ -113,6 +113,20 @@ def test_the_experiments_of_the_page_are_those_that_its_script_runs():
             load_config([*words])
 
 
+def test_the_configuration_for_who_comes_from_trl_is_one(tmp_path):
+    page = (ROOT / "docs" / "coming-from.md").read_text()
+    (tmp_path / "it.yaml").write_text(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1])
+    training = load_config(["--config", str(tmp_path / "it.yaml")]).training
+    theirs = {key: float(value) for key, value in re.findall(r"(\w+)=([\d.e-]+)[,)]", page)}
+    _, G = training.k_best_of_n
+    assert G == theirs["num_generations"] and training.num_samples_per_step * G == (
+        theirs["per_device_train_batch_size"] * theirs["gradient_accumulation_steps"])
+    assert training.updates_per_batch == theirs["num_iterations"]
+    assert training.max_steps * training.updates_per_batch == theirs["max_steps"]
+    assert (training.max_new_gen_tokens, training.learning_rate, training.kl_beta) == (
+        theirs["max_completion_length"], theirs["learning_rate"], theirs["beta"])
+
+
 def test_every_other_command_is_run_somewhere():
     """By the test named here, or as the line that .ci/run is made of."""
     tested = {"pytest": "", ".ci/run": "", "examples/ask.py": "test_ask.py",
