@@ -29,7 +29,7 @@ first_machine=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 # and saves it, if there is time for that (a preempted job has what the site grants it); started
 # again, it goes on from there, or else from its last periodic checkpoint.
 requeue() {
-    kill -TERM "$trainer"
+    scancel --signal=TERM "$SLURM_JOB_ID"  # to torchrun; srun itself would kill it outright
     wait "$trainer"
     scontrol requeue "$SLURM_JOB_ID"
     exit 0

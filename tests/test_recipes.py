@@ -14,7 +14,10 @@ from test_resume import SMALL
 
 from machinery.settings import read_yaml
 
-STUBS = {"srun": '#!/bin/bash\nexec "$@"\n',
+STUBS = {"srun": '#!/bin/bash\n"$@" &\necho $! > "$STUB_LOG-step"\n'
+                 'trap "kill -KILL $!" TERM\nwait $!\n',  # a SIGTERM of its own kills the step
+         "scancel": '#!/bin/bash\n[ "$*" = "--signal=TERM $SLURM_JOB_ID" ] '
+                    '&& kill -TERM $(cat "$STUB_LOG-step")\n',
          "scontrol": '#!/bin/bash\n[ "$1" = show ] && echo 127.0.0.1 || echo "$@" >> "$STUB_LOG"\n'}
 
 
@@ -44,7 +47,7 @@ def test_each_recipe_runs_for_a_step_with_a_tiny_model(recipe, tmp_path):
 @pytest.mark.soak
 def test_the_slurm_job_saves_its_last_step_when_preempted_asks_to_be_queued_again_and_then_goes_on(
         tmp_path):
-    """With one machine and one rank; srun and scontrol are stubs."""
+    """With one machine and one rank; srun, scancel and scontrol are stubs."""
     for name, text in STUBS.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
