@@ -252,6 +252,7 @@ def test_the_step_that_the_readme_goes_through_is_the_first_of_the_default(first
     assert {121, 33} <= set(wrong) and "one of 121 and one of 33" in walk
     assert f"{121 / 33:.1f} times less" in walk.replace("\n", " ")
 
+    assert f"over L: {metrics['loss']:.4f} in step 1." in walk
     no_signal = sum(len({answer[4] for answer in group}) == 1 for group in groups + others)
     assert f"{no_signal} of 16 groups: `no signal {metrics['groups_without_signal']:.2f}`" in walk
     assert (f"step    1  reward {metrics['reward']:.3f}  solved {metrics['solved']:.3f}  "
