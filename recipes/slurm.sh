@@ -21,7 +21,7 @@ export PATH="$PWD/.venv/bin:$PATH"
 # or a machine that has failed could not join again by itself
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=570  # seconds that a step and its save may take; else 30
-export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"  # srun takes them from nowhere else
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"  # srun takes them from nowhere else
 port=$((10000 + SLURM_JOB_ID % 20000))  # another for each job, as two may share a machine
 first_machine=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 

@@ -236,9 +236,10 @@ def test_the_step_that_the_readme_goes_through_is_the_first_of_the_default(first
     assert f"({right} x 1.1 + {wrong} x 0.1) / 8 = {fmean(rewards):.2f}" in walk
     B, L = sum(map(len, groups + others)), 192
     assert f"B = {B} counts" in walk
-    for answer, says in ((6, "{:.2f} / (128 x 192) = {}"), (4, "-3.1e-5")):
-        weight = f"{first[answer - 1][4] / (B * L):.1e}".replace("e-0", "e-")
-        assert says.format(first[answer - 1][4], weight) in walk and weight in walk
+    weights = {number: f"{first[number - 1][4] / (B * L):.1e}".replace("e-0", "e-")
+               for number in (4, 6)}
+    assert f"{first[5][4]:.2f} / (128 x 192) = {weights[6]}, each of the 31 of" in walk
+    assert f"answer 4 {weights[4]}." in walk
 
     def group_of(numbers):
         assert f"`{numbers}`" in walk
