@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import random
+import re
 import runpy
 import signal
 import socket
@@ -22,7 +23,7 @@ os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
 import pytest
 import torch
 import transformers
-from processes import ROOT
+from processes import ROOT, run
 
 sys.path.insert(0, str(ROOT))
 
@@ -180,6 +181,20 @@ def run_script(path: str, *arguments: str):
 
 def read_jsonl(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def shown_file(name: str) -> str:
+    """What docs/ shows of it: the block that begins with its name."""
+    pages = "\n".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
+    return re.search(rf"```(?:python|yaml)\n(# {re.escape(name)}.*?)```", pages, re.DOTALL)[1]
+
+
+def write_own_task(folder: Path) -> None:
+    """mytask.py of docs/tasks.md, and mine.jsonl as the command there makes it."""
+    (folder / "mytask.py").write_text(shown_file("mytask.py"))
+    page = (ROOT / "docs" / "tasks.md").read_text()
+    makes_data = re.search(r"```bash\n(.*?> mine\.jsonl\n)", page, re.DOTALL)[1]
+    assert run("bash", "-c", makes_data, cwd=folder).returncode == 0
 
 
 def pytest_addoption(parser):

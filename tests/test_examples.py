@@ -4,7 +4,6 @@ import json
 import math
 import re
 import signal
-import subprocess
 import sys
 import time
 from fractions import Fraction
@@ -13,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import NO_BAR, SIZES, make_config, read_jsonl, start
+from conftest import NO_BAR, SIZES, make_config, read_jsonl, shown_file, start, write_own_task
 from processes import ROOT
 
 import main
@@ -311,12 +310,8 @@ def test_a_tasks_load_that_fails_is_named(load, says, tmp_path, monkeypatch, cap
 
 
 def test_the_own_task_of_the_docs_runs_as_it_stands(tmp_path):
-    page = (ROOT / "docs/tasks.md").read_text()
-    block = re.search(r"```python\n(# mytask\.py.*?)```", page, re.DOTALL)[1]
-    assert len(block.strip().splitlines()) <= 25
-    (tmp_path / "mytask.py").write_text(block)
-    makes_data = re.search(r"```bash\n(.*?> mine\.jsonl\n)", page, re.DOTALL)[1]
-    subprocess.run(["bash", "-c", makes_data], cwd=tmp_path, check=True)
+    assert len(shown_file("mytask.py").strip().splitlines()) <= 25
+    write_own_task(tmp_path)
     rows = read_jsonl(tmp_path / "mine.jsonl")
     assert len(rows) == 99 * 11
     assert all(eval(row["question"]) == int(row["answer"]) for row in rows)
@@ -331,9 +326,7 @@ def test_the_own_task_of_the_docs_runs_as_it_stands(tmp_path):
 
 
 def test_the_reward_of_the_docs_for_countdown_runs_as_it_stands(tmp_path):
-    block = re.search(
-        r"```python\n(# terse\.py.*?)```", (ROOT / "docs/tasks.md").read_text(), re.DOTALL)[1]
-    (tmp_path / "terse.py").write_text(block)
+    (tmp_path / "terse.py").write_text(shown_file("terse.py"))
     assert start([*SMALL, f"task.name={tmp_path / 'terse.py'}", f"run.dir={tmp_path}",
                   "data.prompt_style=chat"]) == 0
     assert 0 < read_jsonl(tmp_path / "a" / "metrics.jsonl")[1]["reward/brevity"] <= 1

@@ -10,7 +10,7 @@ from statistics import fmean
 
 import pytest
 import yaml
-from conftest import make_config
+from conftest import make_config, shown_file, write_own_task
 from processes import ROOT, ranks
 from test_resume import run_without_curves
 from torch.distributed.run import parse_args
@@ -73,11 +73,8 @@ def test_every_command_that_trains_does_so_with_the_keys_it_shows(num_ranks, arg
     shown, small = (dict(word.split("=", 1) for word in arguments if "=" in word),
                     [*SMALL, f"run.dir={tmp_path}"])
     if own := "my.yaml" in arguments or shown.get("task.name") == "mytask.py":
-        for name in ("mytask.py", "my.yaml"):
-            (tmp_path / name).write_text(re.search(
-                rf"```(?:python|yaml)\n(# {re.escape(name)}.*?)```", PAGES, re.DOTALL)[1])
-        (tmp_path / "mine.jsonl").write_text("".join(
-            f'{{"question": "{number}+1", "answer": "{number + 1}"}}\n' for number in range(99)))
+        write_own_task(tmp_path)
+        (tmp_path / "my.yaml").write_text(shown_file("my.yaml"))
         (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     if "--config" in arguments:
         small += ["model.name=tiny/model"]
