@@ -18,7 +18,7 @@ from harness import NO_FOLDER, SilentLog, leave, main, make_run, say, synchronis
 
 from machinery.checkpoints import NONE_KEPT, state_tensors
 from machinery.errors import UserError, said
-from machinery.ranks import RANK, WORLD_SIZE
+from machinery.ranks import RANK, WORLD_SIZE, leaving, part
 from machinery.settings import beside_main, load_config
 from machinery.tasks import load_questions, load_task
 
@@ -27,6 +27,7 @@ side, pace, passes, *arguments = sys.argv[1:]
 
 def ask() -> None:
     if not sys.stdin.readline():
+        part()
         leave(0)
 
 
@@ -233,4 +234,5 @@ try:
 except UserError as error:
     if RANK == 0:
         print(json.dumps({"error": said(error)}), flush=True)
+leaving.set()
 leave(0)

@@ -1,10 +1,14 @@
 """What a user can mend becomes one line, never a traceback."""
 
+import json
 import os
+import re
+import time
 import traceback
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 
 
 class UserError(Exception):
@@ -41,7 +45,7 @@ def blame(what: str, kinds: tuple[type[BaseException], ...] = (Exception,)):
     try:
         yield
     except kinds as error:  # libraries raise many unrelated types
-        if isinstance(error, UserError) or is_out_of_memory(error):
+        if isinstance(error, UserError) or is_out_of_memory(error) or is_lost_rank(error):
             raise
         raise UserError(f"{what} ({type(error).__name__}: {said(error, 105)})") from error
 
@@ -71,5 +75,19 @@ def theirs(what: str):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
+    """In the words of PyTorch, of CUDA and its libraries, and of the system."""
+    words = "allocate memory|out of memory|ALLOC(ATION)?_FAILED"
     return (isinstance(error, torch.OutOfMemoryError | MemoryError)
-            or "allocate memory" in said(error, 10_000))  # in words of PyTorch, and of the system
+            or re.search(words, said(error, 10_000)) is not None)
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """A consequence of what has happened to another rank, or between them; never a cause."""
+    return dist.is_initialized() and (isinstance(error, dist.DistError) or "gloo" in said(error))
+
+
+def tell_torchrun(message: str) -> None:
+    """For its own report, which comes last on the screen."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": message, "timestamp": int(time.time())}, file)

@@ -2,7 +2,6 @@
 
 import faulthandler
 import io
-import json
 import os
 import signal
 import sys
@@ -14,8 +13,10 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from machinery.errors import Stopped, UserError, said
-from machinery.ranks import RANK, SharedError, join, over_ranks
+from machinery.errors import Stopped, UserError, is_lost_rank, said, tell_torchrun
+from machinery.ranks import RANK, SharedError, join, leaving, over_ranks, part
+
+SECONDS_TO_HEAR = 5  # which rank has left, from all the others that pass it on
 
 
 def stop_signals() -> Callable[[], Stopped | None]:
@@ -51,7 +52,6 @@ class Screen(io.FileIO):
 
 def launch(main: Callable[[list[str]], None], arguments: list[str] | None = None) -> NoReturn:
     """Ends with 0 once `main` is through, 2 after a user's mistake, 128 + a stop signal, else 1."""
-    code = 1
     for number, name in ((1, "stdout"), (2, "stderr")):
         own = getattr(sys, f"__{name}__")
         if getattr(sys, name) is own:  # else it is someone else's
@@ -63,29 +63,37 @@ def launch(main: Callable[[list[str]], None], arguments: list[str] | None = None
     faulthandler.enable(2)  # says where, when C code ends the process
     try:
         join()
-        main(sys.argv[1:] if arguments is None else arguments)
-        dist.barrier()
-        code = 0
-    except Stopped as stop:
-        dist.barrier()  # none leaves before rank 0 has saved
-        code = 128 + stop.args[0]
+        try:
+            main(sys.argv[1:] if arguments is None else arguments)
+            code = 0
+        except Stopped as stop:
+            code = 128 + stop.args[0]
+        part()  # none leaves before rank 0 has saved
     except UserError as error:
+        code = 2
+        leaving.set()
         line = f"error: {in_one_line(error)}"
-        _tell_torchrun(line)
+        tell_torchrun(line)
         signal.signal(signal.SIGTERM, lambda *_: os._exit(2))
         if isinstance(error, SharedError):
             with suppress(RuntimeError):
-                dist.barrier()  # torchrun ends the others once one has left: all have told it
+                part()  # torchrun ends the others once one has left: all have told it
         if RANK != 0:  # rank 0 says it, unless only this rank has met it; then torchrun ends all
             time.sleep(10)
         print(line, file=sys.stderr)
-        code = 2
     except BaseException as error:  # noqa: BLE001, whatever it is, the process ends through `leave`
-        if isinstance(error, dist.DistError) or "gloo" in said(error):  # a consequence, not a cause
-            print(f"rank {RANK}: another rank has left ({said(error)})", file=sys.stderr)
+        code = 1
+        if is_lost_rank(error):
+            time.sleep(SECONDS_TO_HEAR)  # the thread of `_watch` says which rank, and ends this one
+            line = (f"rank {RANK}: no rank has left, but they reach each other no more "
+                    f"({said(error)}). With NCCL_DEBUG=INFO nccl says why; in a container it may "
+                    "be a small /dev/shm (docker run --shm-size=1g)")
+            print(line, file=sys.stderr)
         else:
-            _tell_torchrun(f"{type(error).__name__}: {said(error)}")
+            leaving.set()
+            line = f"{type(error).__name__}: {said(error)}"
             traceback.print_exc()
+        tell_torchrun(line)
     return leave(code)
 
 
@@ -98,13 +106,6 @@ def in_one_line(error: UserError) -> str:
             path.write_text("".join(traceback.format_exception(error)), "utf-8", "replace")
             more = f" (more in {path})"
     return said(error, max(150, 290 - len(more))) + more
-
-
-def _tell_torchrun(message: str) -> None:
-    """For its own report, which comes last on the screen."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump({"message": message, "timestamp": int(time.time())}, file)
 
 
 def leave(code: int) -> NoReturn:

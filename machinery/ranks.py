@@ -2,14 +2,17 @@
 
 import os
 import random
-from contextlib import contextmanager
+import socket
+import stat
+import threading
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from machinery.errors import UserError, blame
+from machinery.errors import UserError, blame, tell_torchrun
 
 # torchrun sets these; without it this is the only rank. LOCAL_RANK picks the device, RANK the data.
 RANK = int(os.environ.get("RANK", "0"))
@@ -18,6 +21,10 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 DEVICE = torch.device("cuda", LOCAL_RANK) if torch.cuda.is_available() else torch.device("cpu")
 TIME_TO_MEET = timedelta(minutes=10)
 TIME_TO_WAIT = timedelta(hours=2)  # for the slowest, with an evaluation or a save
+# After so many silent seconds the system asks a peer whether it is there, so often, so many times.
+KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 20, "TCP_KEEPCNT": 3}
+leaving = threading.Event()  # from then on no rank is missed by this one
+end_process = os._exit  # which rewards see replaced: see `theirs`
 
 
 def join() -> None:
@@ -27,6 +34,10 @@ def join() -> None:
         if local_ranks > (gpus := torch.cuda.device_count()):
             raise UserError(f"{local_ranks} processes, and {gpus} GPUs: start one for each GPU")
         torch.cuda.set_device(DEVICE)
+        # Where there is a mask cuDNN's attention comes first on Hopper and Blackwell, and its
+        # gradient can be nan (pytorch issue 196678), its decoding wrong (193893), and each new
+        # length costs a plan that stays (190388).
+        torch.backends.cuda.enable_cudnn_sdp(False)
     elif local_ranks > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         parent = Path(f"/proc/{os.getppid()}/environ")  # torchrun sets it unless it finds it set
         if not os.access(parent, os.R_OK) or b"OMP_NUM_THREADS=" not in parent.read_bytes():
@@ -37,6 +48,61 @@ def join() -> None:
                "torchrun, and GLOO_SOCKET_IFNAME"):
         dist.init_process_group(backend, store=_meet(), rank=RANK, world_size=WORLD_SIZE,
                                 timeout=TIME_TO_WAIT)
+    if WORLD_SIZE > 1:
+        _watch()
+
+
+def part() -> None:
+    """The counterpart of `join`: none leaves before all are here, and then none is missed."""
+    dist.barrier()
+    leaving.set()
+    dist.barrier()
+
+
+def _watch() -> None:
+    """Each rank listens to the next, which says nothing as long as all are well. The one thread of
+    the trainer, because no error reaches a rank whose main thread stands in C: in nccl, waiting for
+    one that has died, or in a reward."""
+    before = _open_sockets()
+    group = dist.new_group(backend="gloo")
+    for number in _open_sockets() - before:
+        # A child that outlives its rank would keep these open, and the rank seem alive.
+        os.set_inheritable(number, False)
+        os.register_at_fork(after_in_child=lambda number=number: os.closerange(number, number + 1))
+        with socket.socket(fileno=os.dup(number)) as own:  # of a machine whose power goes
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name in KEEPALIVE.keys() & vars(socket).keys():
+                own.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), KEEPALIVE[name])
+    threading.Thread(target=_end_with_the_next, args=(group,), daemon=True).start()
+
+
+def _open_sockets() -> set[int]:
+    numbers = set()
+    for name in os.listdir("/dev/fd"):
+        with suppress(OSError):  # that of the list itself
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                numbers.add(int(name))
+    return numbers
+
+
+def _end_with_the_next(group) -> None:
+    """Once the next rank has gone, or passes on which one has: says so to the one before, and ends
+    this process, wherever its main thread stands."""
+    next_one, one_before = (RANK + 1) % WORLD_SIZE, (RANK - 1) % WORLD_SIZE
+    gone = torch.tensor([next_one])
+    try:
+        dist.irecv(gone, next_one, group).wait(timedelta(days=3650))  # longer than any run
+        line = None  # another has said it
+    except RuntimeError:
+        line = f"rank {next_one} has left: all ranks end"
+    if leaving.is_set():
+        return
+    if line:
+        os.write(2, f"{line}\n".encode())  # the main thread may hold Python's own stream
+        tell_torchrun(line)
+    with suppress(RuntimeError):
+        dist.send(gone, one_before, group)
+    end_process(1)
 
 
 def _meet() -> dist.Store:

@@ -22,7 +22,7 @@ from test_learning import (
 
 import main
 from machinery.launch import leave
-from machinery.ranks import join
+from machinery.ranks import join, part
 
 pytestmark = pytest.mark.mathematics
 GRPO = {"training__loss_normalizer": "sequence"}
@@ -78,6 +78,7 @@ def learn_from_shares(folder, cases):
         if main.RANK == 0:
             torch.save(gradient(model).clone(), folder / f"{number}.pt")
             (folder / f"{number}.json").write_text(json.dumps(metrics))
+    part()
     leave(0)
 
 
