@@ -48,6 +48,7 @@ class Logger:
         self.history: list[dict] = []  # what metrics.jsonl holds
         self.seconds: dict[str, float] = {}  # of each phase when it last ran
         self.started = self.drawn = time.time()
+        self.has_weighed_saving = False
         self.is_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         self.mlflow: ThreadPoolExecutor | None = None  # see `_tell_mlflow`
         self.say(f"reading {config.model.name}, and the data of {config.task.name} ...")
@@ -169,6 +170,12 @@ class Logger:
         print(_fitting([*fields, f"{metrics['tokens_per_second']:,.0f} tok/s"]))
         if step == 1:
             self._look_at(metrics)
+        if "save" in self.seconds and not self.has_weighed_saving:
+            self.has_weighed_saving = True
+            if (saving := self.seconds["save"]) > self.config.checkpoint.every * seconds / 5:
+                rarer = math.ceil(20 * saving / seconds)
+                print(_block(ADVICE["slow_saving"].format(
+                    **dict(self.config), saving=saving, step=seconds, rarer=rarer), "  "))
         if time.time() - self.drawn > SECONDS_BETWEEN_DRAWINGS:
             self._draw_curves()
 

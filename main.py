@@ -51,9 +51,9 @@ from logger import Logger
 from machinery.checkpoints import RunFolder
 from machinery.errors import UserError
 from machinery.launch import launch, stop_signals
-from machinery.metrics import evaluation_metrics, step_metrics
+from machinery.metrics import change_metrics, evaluation_metrics, sampler_metrics, step_metrics
 from machinery.model import load_model, make_reference, make_sampler
-from machinery.policy import Policy, read_prompts, warm_up
+from machinery.policy import Policy, hand_to_answers, make_micro_batches, read_prompts, warm_up
 from machinery.ranks import RANK, WORLD_SIZE, over_ranks, random_stream, together
 from machinery.settings import Config, TrainingSettings, load_config
 from machinery.tasks import check_lengths, encode_prompt, grade, load_questions, load_task
@@ -175,7 +175,7 @@ def sample(run: Run, rows: list[dict], num_answers: int, bar) -> list[Trajectory
 @torch.no_grad()
 def refresh_sampler(sampler, model) -> None:
     """After an update. (A sampler that shares the model's weights has them already.)"""
-    for copied, parameter in zip(sampler.parameters(), model.parameters()):
+    for copied, parameter in zip(sampler.parameters(), model.parameters(), strict=True):
         if copied is not parameter and parameter.requires_grad:
             copied.copy_(parameter)
 
@@ -255,25 +255,6 @@ def policy_loss(logprobs: torch.Tensor, batch: list[Trajectory], B: int, T: int,
 
 # ---------------------------------------------------------------- 6. its gradient
 
-def make_micro_batches(answers: list[Trajectory], budget: int) -> list[list[Trajectory]]:
-    """As many rows together as the budget of padded tokens allows; the longest completions first,
-    those of similar length side by side."""
-    batches: list[list[Trajectory]] = [[]]
-    for answer in sorted(answers, key=lambda answer: len(answer.completion_ids), reverse=True):
-        longest = max(row.length for row in [*batches[-1], answer])
-        if batches[-1] and (len(batches[-1]) + 1) * longest > budget:
-            batches.append([])
-        batches[-1].append(answer)
-    return batches if answers else []
-
-
-def remember(batch: list[Trajectory], name: str, logprobs: torch.Tensor) -> None:
-    """Gives each answer its own part of (tokens,), for the later updates of the batch."""
-    lengths = [len(answer.completion_ids) for answer in batch]
-    for answer, own in zip(batch, logprobs.detach().split(lengths)):
-        setattr(answer, name, own)
-
-
 def learned_from(answers: list[Trajectory], training: TrainingSettings) -> list[Trajectory]:
     """Not what is masked; nor where the advantage, and so the gradient, is 0 but for a KL term."""
     return [answer for answer in answers if (answer.advantage or training.kl_beta)
@@ -303,10 +284,10 @@ def policy_gradient(run: Run, answers: list[Trajectory], bar) -> dict[str, float
         # that is where DDP makes ready to share.
         with nullcontext() if i == len(micro_batches) - 1 else policy.no_sync():
             if training.kl_beta and batch[0].reference_logprobs is None:
-                remember(batch, "reference_logprobs", run.reference(batch))
+                hand_to_answers(batch, reference_logprobs=run.reference(batch))
             logprobs, entropies = policy(batch)  # (tokens,) each, at the sampling temperature
             if batch[0].old_logprobs is None:  # every update cuts the same micro-batches
-                remember(batch, "old_logprobs", logprobs)
+                hand_to_answers(batch, old_logprobs=logprobs)
             loss, watched = policy_loss(logprobs, batch, B, int(T), training)
             loss = loss * bool(learned)
             (loss * WORLD_SIZE).backward()  # DDP takes the mean over ranks, the formula the sum
@@ -331,46 +312,6 @@ def scheduled_learning_rate(step: int, training: TrainingSettings) -> float:
     if training.decay_steps is not None and step > training.warmup_steps:
         factor = max(0.0, 1 - (step - 1 - training.warmup_steps) / training.decay_steps)
     return training.learning_rate * factor
-
-
-# ---------------------------------------------------------------- what it did
-
-@torch.no_grad()
-def as_now(run: Run, answers: list[Trajectory]):
-    """Micro-batches, and log pi and entropy of their tokens as they are now, (tokens,) each."""
-    for batch in make_micro_batches(answers, run.config.training.tokens_per_micro_batch):
-        yield batch, *run.policy.module(batch)
-
-
-def sampler_gap(run: Run, answers: list[Trajectory]) -> float:
-    """How far -log pi of the tokens drawn is on average from their entropy, in nats, less four
-    standard errors: 0 where what they are drawn from is what is learned from."""
-    excess = torch.cat([-logprobs - entropies for _, logprobs, entropies in as_now(run, answers)])
-    n, total, squares = over_ranks([len(excess), float(excess.sum()), float((excess**2).sum())])
-    return max(abs(total) - 4 * math.sqrt(squares), 0.0) / n  # nan stays nan
-
-
-def change_metrics(run: Run, answers: list[Trajectory]) -> dict[str, float]:
-    """How log pi of the tokens learned from has changed with the updates, and whether as meant."""
-    learned = learned_from(answers, run.config.training)
-    for batch, logprobs, _ in as_now(run, learned):  # the micro-batches of the update
-        remember(batch, "new_logprobs", logprobs)
-    learned = [answer for answer in learned if answer.advantage]  # and not for a KL term alone
-    change = [(answer.new_logprobs - answer.old_logprobs).cpu() for answer in learned]
-    A = [torch.full_like(own, answer.advantage) for own, answer in zip(change, learned)]
-    change, A = (torch.cat([torch.zeros(0), *each]) for each in (change, A))  # (tokens,)
-    moved, meant = change.abs() > 1e-6, change * A > 0
-    stale = [copied for copied, parameter in zip(run.sampler.parameters(), run.model.parameters())
-             if not torch.equal(copied, parameter.to(copied.dtype))]
-    shares = {"moved": (moved.sum() + 0 * change.sum(), len(change)),  # nan where any is
-              "moved_as_meant": ((moved & meant).sum(), moved.sum()),
-              "change_as_meant": (change[meant].abs().sum(), change.abs().sum()),
-              "change_rewarded": (change[A > 0].sum(), (A > 0).sum()),
-              "change_punished": (change[A < 0].sum(), (A < 0).sum()),
-              "sampler_stale": (len(stale), 1)}
-    parts, wholes = (over_ranks([float(each) for each in side]) for side in zip(*shares.values()))
-    return {name: part / whole if whole else math.nan
-            for name, part, whole in zip(shares, parts, wholes)}
 
 
 # ---------------------------------------------------------------- 7. evaluation
@@ -427,7 +368,7 @@ def training_step(run: Run) -> bool:
     updates, measured = [], {}
     with run.log.phase("learn", len(chosen) * training.updates_per_batch) as bar:
         if step == 1:
-            measured["sampler_gap"] = sampler_gap(run, answers)
+            measured |= sampler_metrics(run, answers)
         for _ in range(training.updates_per_batch):  # mu
             updates.append(policy_gradient(run, chosen, bar))                      # 5.
             if not updates[-1]["updated"]:  # on every rank, or on none
@@ -435,7 +376,7 @@ def training_step(run: Run) -> bool:
             run.optimizer.step()                                                   # 6.
         refresh_sampler(run.sampler, run.model)
         if step == 1 or evaluating:
-            measured |= change_metrics(run, chosen)
+            measured |= change_metrics(run, learned_from(chosen, training))
     run.step = step
     run.log.step(step, step_metrics(run, groups, updates, measured))
     if evaluating:
@@ -460,7 +401,8 @@ def train(run: Run) -> None:
         stop = stop_requested()  # on any rank; all of them get the same answer
         due = run.step % run.config.checkpoint.every == 0 or run.step == training.max_steps
         if (due or stop) and not bad_steps:  # a run goes on from before them
-            run.folder.save(run)
+            with run.log.phase("save"):
+                run.folder.save(run)
         if stop and run.step < training.max_steps:
             raise stop  # the process ends with 128 + the signal's number
 

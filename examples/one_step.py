@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 import main
 from machinery.errors import UserError, blame, shortened, visible
+from machinery.metrics import MOVED, logprobs_now
 from machinery.ranks import join
 
 NUMBERS = ("moved_as_meant", "change_as_meant", "change_rewarded", "change_punished")
@@ -85,11 +86,10 @@ def groups_with_signal(run: SimpleNamespace, row: dict | None):
 def look(run: SimpleNamespace, answers: list, name: str) -> None:
     """Log-probabilities and entropies of all tokens as they are now: also those of answers that
     equal the mean, which nothing is learned from, but which move with the others."""
-    for batch, logprobs, entropies in main.as_now(run, answers):
+    for batch, logprobs, entropies in logprobs_now(run, answers):
         if not logprobs.isfinite().all():
             raise UserError(f"{name} the update log p is not finite: lower training.learning_rate")
-        main.remember(batch, name, logprobs)
-        main.remember(batch, f"{name}_entropies", entropies)
+        main.hand_to_answers(batch, **{name: logprobs, f"{name}_entropies": entropies})
 
 
 def one_step(run: SimpleNamespace, answers: list, chosen: list) -> dict[str, float]:
@@ -100,7 +100,7 @@ def one_step(run: SimpleNamespace, answers: list, chosen: list) -> dict[str, flo
             run.optimizer.step()
     main.refresh_sampler(run.sampler, run.model)
     look(run, answers, "after")
-    return main.change_metrics(run, chosen)
+    return main.change_metrics(run, main.learned_from(chosen, run.config.training))
 
 
 # ---------------------------------------------------------------- the page
@@ -127,7 +127,7 @@ def verdict(run: SimpleNamespace, answer) -> str:
 def shown_answer(run: SimpleNamespace, answer, most: int) -> dict:
     """An answer for the page, with at most so many of its tokens."""
     learned = answer.new_logprobs is not None and answer.advantage != 0
-    moved = (change := answer.after - answer.before).abs() > 1e-6  # (tokens,)
+    moved = (change := answer.after - answer.before).abs() > MOVED  # (tokens,)
     tokens = [[shortened(visible(text), 40), round(before, 5), round(by, 6), round(entropy, 4)]
               for text, before, by, entropy in zip(
                   texts_of_tokens(run.tokenizer, answer.completion_ids), answer.before.tolist(),
@@ -158,7 +158,7 @@ def page(run: SimpleNamespace, answers: list, numbers: dict, columns: list, sett
     training, most = run.config.training, 8192
     rule = "sil" if training.learning_type == "sil" else training.scale_rewards
     while True:
-        data = {"settings": settings, "rounding": 1e-6, "rule": rule, **numbers,
+        data = {"settings": settings, "rounding": MOVED, "rule": rule, **numbers,
                 "question": shortened(visible(answers[0].row["prompt"]), most),
                 "normalizer": training.loss_normalizer, "L": training.max_new_gen_tokens,
                 "k": training.k_best_of_n[0] if rule == "sil" else max(1, len(answers) // 4),

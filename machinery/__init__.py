@@ -23,3 +23,6 @@ try:  # before transformers and datasets are imported: they read HF_HUB_OFFLINE 
 except (OSError, UnicodeError) as error:
     sys.exit(f"error: {env} cannot be read as UTF-8 text ({error})")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # silences a warning about forks
+if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its former name, which would win
+    # Each slice of sampling asks for a little more than was freed after the one before it.
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

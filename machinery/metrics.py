@@ -1,4 +1,5 @@
-"""What is measured of a step and of an evaluation, over all ranks: docs/numbers.md says it."""
+"""The instruments: what is measured of a step and of an evaluation, over all ranks. They change
+nothing; docs/numbers.md says what each number is."""
 
 import math
 import resource
@@ -8,7 +9,10 @@ from statistics import fmean, pstdev, stdev
 import torch
 import torch.distributed as dist
 
+from machinery.policy import Policy, hand_to_answers, make_micro_batches
 from machinery.ranks import DEVICE, WORLD_SIZE, over_ranks
+
+MOVED = 1e-6  # nats: a token whose log pi has changed by less has not moved
 
 
 def step_metrics(run, groups: list[list], updates: list[dict], measured: dict) -> dict:
@@ -35,9 +39,12 @@ def step_metrics(run, groups: list[list], updates: list[dict], measured: dict) -
     num_tokens = metrics["completion_length"] * len(answers) * WORLD_SIZE
     metrics["tokens_per_second"] = num_tokens / sum(metrics[name] for name in seconds)
     unit = 1 if sys.platform == "darwin" else 1024  # bytes there, kilobytes elsewhere
-    peak = (torch.cuda.max_memory_allocated() if DEVICE.type == "cuda"
-            else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
-    metrics["memory_gb"] = over_ranks([peak], dist.ReduceOp.MAX)[0] / 1e9
+    peaks = ([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]
+             if DEVICE.type == "cuda"
+             else [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit] * 2)
+    for name, peak in zip(("memory_gb", "memory_reserved_gb"),
+                          over_ranks(peaks, dist.ReduceOp.MAX), strict=True):
+        metrics[name] = peak / 1e9
     metrics["learning_rate"] = run.optimizer.param_groups[0]["lr"]
     made = [update for update in updates if update["updated"]] or updates
     means = {name: fmean(update[name] for update in made) for name in made[0]}
@@ -66,3 +73,58 @@ def evaluation_metrics(best: list[float], solved: list[float], groups: list[list
         own = [value for value, of in zip(solved, kinds) if of == kind]
         metrics[f"eval/solved/{kind}"] = fmean(own)
     return metrics | {f"eval/{name}": fmean(each) for name, each in values.items()}
+
+
+@torch.no_grad()
+def logprobs_now(run, answers: list, policy=None) -> list[tuple]:
+    """Micro-batches, with log pi and entropy of their tokens as the weights are now, (tokens,)
+    each; of what learns, or of another `policy`."""
+    policy = policy or run.policy.module
+    batches = make_micro_batches(answers, run.config.training.tokens_per_micro_batch)
+    return [(batch, *policy(batch)) for batch in batches]
+
+
+def sampler_metrics(run, answers: list) -> dict[str, float]:
+    """How far what these were drawn from is from what learns.
+
+    sampler_gap       how far -log pi of the tokens drawn is on average from their entropy, less
+                      four standard errors: 0 where one is the other, and blind to symmetric noise
+    sampler_distance  mean of |log p in the sampler - log pi|: 0 where they share their weights"""
+    now = logprobs_now(run, answers)
+    logprobs, entropies = (torch.cat(each) for each in list(zip(*now))[1:])  # (tokens,) each
+    excess, distance = -logprobs - entropies, torch.zeros_like(logprobs)
+    if any(copied is not own for copied, own in zip(run.sampler.parameters(),
+                                                    run.model.parameters(), strict=True)):
+        sampler = Policy(run.sampler, run.config)
+        sampler.mixed = False  # it is low in precision itself
+        drawn_with = torch.cat([each for _, each, _ in logprobs_now(run, answers, sampler)])
+        distance = (drawn_with - logprobs).abs()
+    sums = [excess.sum(), (excess**2).sum(), distance.sum()]
+    n, total, squares, distance = over_ranks([len(excess), *map(float, sums)])
+    beyond_chance = abs(total) - 4 * math.sqrt(squares)
+    return {"sampler_gap": 0.0 if beyond_chance <= 0 else beyond_chance / n,  # nan stays nan
+            "sampler_distance": distance / n}
+
+
+def change_metrics(run, learned: list) -> dict[str, float]:
+    """How log pi of the tokens learned from has changed with the updates, and whether as meant."""
+    for batch, logprobs, _ in logprobs_now(run, learned):
+        hand_to_answers(batch, new_logprobs=logprobs)
+    pushed = [answer for answer in learned if answer.advantage]  # not for a KL term alone
+    none = torch.zeros(0)
+    change = torch.cat([none, *((each.new_logprobs - each.old_logprobs).cpu() for each in pushed)])
+    A = torch.cat([none, *(torch.full((len(each.completion_ids),), each.advantage)
+                           for each in pushed)])  # (tokens,), as `change`
+    moved, meant = change.abs() > MOVED, change * A > 0
+    stale = [copied for copied, own in zip(run.sampler.parameters(), run.model.parameters(),
+                                           strict=True)
+             if not torch.equal(copied, own.to(copied.dtype))]
+    shares = {"moved": (moved.sum() if change.isfinite().all() else math.nan, len(change)),
+              "moved_as_meant": ((moved & meant).sum(), moved.sum()),
+              "change_as_meant": (change[meant].abs().sum(), change.abs().sum()),
+              "change_rewarded": (change[A > 0].sum(), (A > 0).sum()),
+              "change_punished": (change[A < 0].sum(), (A < 0).sum()),
+              "sampler_stale": (len(stale), 1)}
+    parts, wholes = (over_ranks([float(each) for each in side]) for side in zip(*shares.values()))
+    return {name: part / whole if whole else math.nan
+            for name, part, whole in zip(shares, parts, wholes)}

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from machinery.errors import UserError, blame
-from machinery.policy import Policy
+from machinery.policy import HALF, Policy
 from machinery.ranks import DEVICE, random_stream
 from machinery.settings import ROOT, Config, beside_main
 
@@ -36,9 +36,13 @@ def load_model(config: Config):
         for key in vars(model_config):  # or what is learned from would not be what was sampled
             if "dropout" in key or key.endswith("pdrop"):
                 setattr(model_config, key, 0.0)
+        # Straight to the GPU, if the library can (with accelerate): else each rank of a machine
+        # would first hold a whole model in its memory.
+        straight = DEVICE.type == "cuda" and transformers.utils.is_accelerate_available()
         model, loading = AutoModelForCausalLM.from_pretrained(
             name, config=model_config, dtype=dtype, output_loading_info=True,
-            attn_implementation=attention, trust_remote_code=False)
+            device_map={"": DEVICE} if straight else None, attn_implementation=attention,
+            trust_remote_code=False)
     if missing := sorted(loading["missing_keys"])[:3]:
         raise UserError(f"model.name={name!r} lacks the weights {', '.join(missing)}")
     if tokenizer.eos_token_id is None:
@@ -71,7 +75,7 @@ def add_adapters(model, config: Config) -> None:
             target_modules=settings.lora_targets or "all-linear"))
     if settings.precision == "mixed":
         for parameter in model.parameters():  # what does not learn needs no float32 master
-            dtype = torch.float32 if parameter.requires_grad else torch.bfloat16
+            dtype = torch.float32 if parameter.requires_grad else HALF
             parameter.data = parameter.data.to(dtype)
 
 
@@ -101,7 +105,7 @@ def make_sampler(model, tokenizer, config: Config):
     sampler = copy.copy(model)
     if config.model.precision == "mixed":
         sampler = frozen_copy(model, lambda parameter: parameter.to(
-            torch.bfloat16, copy=parameter.requires_grad))
+            HALF, copy=parameter.requires_grad))
     sampler.generation_config = generation_settings(model, tokenizer, config)
     return sampler
 
@@ -114,8 +118,7 @@ def make_reference(model, config: Config) -> Callable:
     low = {id(layer.weight) for layer in model.modules() if config.model.precision == "mixed"
            and isinstance(layer, nn.Linear) and layer is not output}
     frozen = Policy(model if has_adapters else frozen_copy(model, lambda parameter: parameter.to(
-        torch.bfloat16 if id(parameter) in low else parameter.dtype,
-        copy=parameter.requires_grad)), config)
+        HALF if id(parameter) in low else parameter.dtype, copy=parameter.requires_grad)), config)
 
     @torch.no_grad()
     def reference(answers: list) -> torch.Tensor:

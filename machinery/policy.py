@@ -8,10 +8,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import DynamicLayer
 
-from machinery.errors import blame
+from machinery.errors import UserError, blame
 from machinery.settings import Config
 
 NOTHING = SimpleNamespace(prompt_ids=[0], completion_ids=[0])  # an answer, as small as they come
+HALF = torch.bfloat16  # what mixed precision computes in, and samples from
 LOGITS_PER_CHUNK = 2**25  # tokens x vocabulary in one piece: 128 MiB in float32
 ROOM = 16  # tokens that a layer of keys and values has place for behind what it holds
 ROWS_PER_PASS = 16  # through the model at once; those of a micro-batch are sorted by length
@@ -30,7 +31,7 @@ class Policy(nn.Module):
         """Log-probability and entropy of each token sampled, (tokens,), answer after answer."""
         device = self.model.device
         ids, mask, which = pad_prompts([answer.prompt_ids for answer in answers], device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.mixed):
+        with torch.autocast(device.type, HALF, enabled=self.mixed):
             # With gradient checkpointing layers refuse a cache: every row reads its prompt itself.
             rereads = self.model.is_activation_checkpointing
             cache = None if rereads else read_prefix(self.model, ids, mask)
@@ -89,16 +90,44 @@ class Policy(nn.Module):
 
 
 def warm_up(policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """One backward pass and one step of nothing: after its first pass DDP changes its buckets, and
-    so the last bit of sums; AdamW's moments come into being at its first step."""
+    """Two backward passes and one step of nothing. With the second forward pass DDP cuts its
+    buckets anew: that changes the last bit of sums, and takes the memory of all gradients once
+    more as long as the old ones are held. AdamW's moments come into being at its first step."""
     policy.train()
-    with blame("another rank has left, or the model cannot learn: see model.attention"):
-        logprobs, _ = policy([NOTHING])
-        logprobs.sum().backward()
+    with blame("the model cannot learn: see model.attention"):
+        for _ in range(2):
+            policy.zero_grad(set_to_none=True)
+            logprobs, _ = policy([NOTHING])
+            logprobs.sum().backward()
+            if unused := [name for name, parameter in policy.module.model.named_parameters()
+                          if parameter.requires_grad and parameter.grad is None]:
+                raise UserError(f"model.name: {len(unused)} of its parameters, like {unused[0]}, "
+                                "take no part in an answer, so they cannot learn: take a model of "
+                                "text alone, or set model.lora_rank and model.lora_targets")
     policy.zero_grad(set_to_none=False)
     optimizer.step()
     for moments in optimizer.state.values():
         moments["step"].zero_()
+
+
+def make_micro_batches(answers: list, budget: int) -> list[list]:
+    """As many rows together as the budget of padded tokens allows; the longest completions first,
+    those of similar length side by side."""
+    batches: list[list] = [[]]
+    for answer in sorted(answers, key=lambda answer: len(answer.completion_ids), reverse=True):
+        longest = max(row.length for row in [*batches[-1], answer])
+        if batches[-1] and (len(batches[-1]) + 1) * longest > budget:
+            batches.append([])
+        batches[-1].append(answer)
+    return batches if answers else []
+
+
+def hand_to_answers(batch: list, **values: torch.Tensor) -> None:
+    """Gives each answer its own part of (tokens,), under the name that it is passed by."""
+    lengths = [len(answer.completion_ids) for answer in batch]
+    for name, tokens in values.items():
+        for answer, own in zip(batch, tokens.detach().split(lengths), strict=True):
+            setattr(answer, name, own)
 
 
 def positions(attention_mask: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ import json
 import math
 import re
 import shutil
+from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
@@ -31,7 +32,8 @@ from test_sampling import PROMPTS, sample_from, sampling_run, tokenizer_of
 
 import main
 from machinery.launch import leave
-from machinery.ranks import join
+from machinery.model import add_adapters
+from machinery.ranks import join, part
 from machinery.settings import ADVICE, KEYS
 
 KL = {"training__kl_beta": 0.04}
@@ -61,7 +63,7 @@ def updated(trajectories, **overrides):
     for _ in range(config.training.updates_per_batch):
         if main.policy_gradient(run, answers, NO_BAR)["updated"]:
             optimizer.step()
-    return model, main.change_metrics(run, answers)
+    return model, main.change_metrics(run, main.learned_from(answers, config.training))
 
 
 def plain_change(model, trajectories, mask_truncated=False):
@@ -133,6 +135,14 @@ def batch_of(num_idle):
     return trajectories
 
 
+def measured_gap(run, answers):
+    """Where the sampler shares the weights of the model that learns."""
+    run.model = run.sampler = run.policy.module.model
+    measured = main.sampler_metrics(run, answers)
+    assert measured["sampler_distance"] == 0
+    return measured["sampler_gap"]
+
+
 def measure_shares(folder, cases):
     """Each rank learns from its share of a batch, and leaves behind what it measures."""
     join()
@@ -142,9 +152,10 @@ def measure_shares(folder, cases):
         share = batch[main.RANK * len(batch) // main.WORLD_SIZE:
                       (main.RANK + 1) * len(batch) // main.WORLD_SIZE]
         model = make_model("gpt2", torch.float64)
-        gap = main.sampler_gap(make_policy(model, learning_config()), share)
+        gap = measured_gap(make_policy(model, learning_config()), share)
         found.append(updated(share, **keys)[1] | {"sampler_gap": gap})
     (folder / f"{main.RANK}.json").write_text(json.dumps(found))
+    part()
     leave(0)
 
 
@@ -225,9 +236,9 @@ def test_answers_really_sampled_show_no_gap_and_those_of_another_policy_do(one_r
         assert sum(len(answer.completion_ids) for answer in answers) > 3000
         config = make_config(model__precision="float32", training__tokens_per_micro_batch=2000,
                              sampling__temperature=learner or 1.0)
-        measured = main.sampler_gap(make_policy(learned_from, config), answers)
+        measured = measured_gap(make_policy(learned_from, config), answers)
         plain = plain_gap(answers[:50], config.sampling.temperature, learned_from)
-        part = main.sampler_gap(make_policy(learned_from, config), answers[:50])
+        part = measured_gap(make_policy(learned_from, config), answers[:50])
         assert part == pytest.approx(plain, abs=1e-5)
         return measured
 
@@ -238,6 +249,44 @@ def test_answers_really_sampled_show_no_gap_and_those_of_another_policy_do(one_r
                       {"sampling__temperature": 1.4}, {"sampling__top_k": 4},
                       {"sampling__top_p": 0.7}, {"learned_from": other}):
         assert gap(**different) > 5 * GAP_LIMIT, different
+
+
+@pytest.mark.mathematics
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_the_distance_is_that_of_the_samplers_own_logits_from_the_learners(lora_rank, one_rank):
+    """In plain loops over the tokens. Noise of either sign, which cancels in the gap, is seen."""
+    config = make_config(model__precision="mixed", model__lora_rank=lora_rank)
+    model = make_model(spread=0.25)
+    if lora_rank:
+        add_adapters(model, config)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+    run = make_policy(model, config)
+    run.model, run.sampler = model, main.make_sampler(model, tokenizer_of(0, 0), config)
+    torch.manual_seed(0)
+    answers = sample_from(sampling_run(run.sampler, training__max_new_gen_tokens=20), PROMPTS, 40)
+    measured = main.sampler_metrics(run, answers)
+    expected = []
+    for answer in answers:
+        ids = torch.tensor([answer.prompt_ids + answer.completion_ids])
+        with torch.no_grad():
+            drawn_from = run.sampler(ids).logits[0].double().log_softmax(-1)
+            with torch.autocast("cpu", torch.bfloat16):
+                learner = model(ids).logits[0].double().log_softmax(-1)
+        for t, token in enumerate(answer.completion_ids, start=len(answer.prompt_ids) - 1):
+            expected.append(abs(float(drawn_from[t, token] - learner[t, token])))
+    # reading each prompt once, and rows side by side, rounds otherwise in bfloat16
+    assert measured["sampler_distance"] == pytest.approx(fmean(expected), rel=0.2, abs=1e-3)
+    # frozen weights, and so all that is computed, are bfloat16 on both sides
+    assert measured["sampler_gap"] == 0 and (fmean(expected) < 1e-3) == (lora_rank > 0)
+
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in run.sampler.parameters():
+            parameter += torch.randn_like(parameter) * 0.02 * parameter.std()
+    noisy = main.sampler_metrics(run, answers)
+    assert noisy["sampler_distance"] > 2 * measured["sampler_distance"] + 0.01
 
 
 # ---------------------------------------------------------------- groups
@@ -521,8 +570,8 @@ def test_only_the_first_step_is_looked_at_and_not_again_after_a_resumption(tmp_p
     assert "\n  ! " not in said[1] and NOTHING_OFF not in said[1]
     steps = [entry for entry in read_jsonl(tmp_path / "a" / "metrics.jsonl") if "reward" in entry]
     # Measured in the first step, and where it is evaluated.
-    assert [set(entry) & (CHANGE | {"sampler_gap"}) for entry in steps] == [
-        CHANGE | {"sampler_gap"}, set(), CHANGE]
+    assert [set(entry) & (CHANGE | {"sampler_gap", "sampler_distance"}) for entry in steps] == [
+        CHANGE | {"sampler_gap", "sampler_distance"}, set(), CHANGE]
 
 
 # ---------------------------------------------------------------- the words

@@ -18,12 +18,13 @@ from processes import run as run_command
 
 import main
 from machinery.launch import leave
-from machinery.ranks import join
+from machinery.ranks import join, part
 
 SHORT = ["training.max_steps=3", "training.max_new_gen_tokens=24",
          "training.num_samples_per_step=2", "training.k_best_of_n=[4,4]",
          "data.num_validation=6", "data.max_rows=200", "validation.best_of_n=2"]
-TIMES = {"tokens_per_second", "seconds/sample", "seconds/score", "seconds/learn", "memory_gb"}
+TIMES = {"tokens_per_second", "seconds/sample", "seconds/score", "seconds/learn", "memory_gb",
+         "memory_reserved_gb"}
 # measured of the first step, and of each that is evaluated
 CHANGE = {"moved", "moved_as_meant", "change_as_meant", "change_rewarded", "change_punished",
           "sampler_stale"}
@@ -54,7 +55,7 @@ def test_a_run_of_two_ranks_leaves_everything_it_promises(tmp_path):
         "reward/answer_std", "solved", "groups_all_solved", "groups_none_solved",
         "groups_without_signal", "completion_length", "truncated", "entropy", "grad_norm",
         "learning_rate", "loss", "updated", "non_finite"}
-    assert set(entries[1]) == every_step | CHANGE | {"sampler_gap"}
+    assert set(entries[1]) == every_step | CHANGE | {"sampler_gap", "sampler_distance"}
     assert set(entries[2]) == set(entries[4]) == every_step | CHANGE
     assert set(entries[0]) == {
         "step", "eval/best_of_n", "eval/best_of_n_ci95", "eval/solved", "eval/solved_ci95",
@@ -238,6 +239,7 @@ def evaluate_made_up_answers(folder):
     for _, metrics, groups in run.log.evaluations:
         order = [[answer.row["question"] for answer in group] for group in groups]
         (folder / "evaluation.json").write_text(json.dumps({"metrics": metrics, "order": order}))
+    part()
     leave(0)
 
 
