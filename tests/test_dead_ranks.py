@@ -82,6 +82,7 @@ def die_with_a_child(folder, arguments):
             if (child := os.fork()) == 0:
                 ctypes.CDLL(None).sleep(100)
             (folder / "child").write_text(str(child))
+            (folder / "died").write_text(str(time.time()))
             os.kill(os.getpid(), signal.SIGKILL)
         ctypes.CDLL(None).sleep(100)
         return grade(*arguments)
@@ -91,12 +92,13 @@ def die_with_a_child(folder, arguments):
 
 
 def test_a_rank_is_missed_also_where_a_child_of_its_lives_on(tmp_path):
-    started = time.time()
     try:
         result = ranks(2, die_with_a_child, tmp_path, [*SMALL, *STEPS, f"run.dir={tmp_path}"])
     finally:
+        ended = time.time()
         os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
-    assert result.codes == [1, -signal.SIGKILL] and time.time() - started < 60
+    assert ended - float((tmp_path / "died").read_text()) < SECONDS
+    assert result.codes == [1, -signal.SIGKILL]
     assert "rank 1 has left: all ranks end" in result.stderr
 
 
@@ -159,11 +161,11 @@ def alarmed(*arguments):
 
 
 def test_a_mistake_of_our_own_on_one_rank_is_shown_and_the_others_end(tmp_path):
-    started = time.time()
     result = ranks(2, alarmed, *SMALL, f"run.dir={tmp_path}")
-    assert result.codes == [1, 1] and time.time() - started < 60
+    # before the first step a SIGTERM, as torchrun sends it to the others, may be quicker
+    assert result.codes in ([1, 1], [-signal.SIGTERM, 1])
     assert "TypeError: 'NoneType' object is not callable" in result.stderr
-    assert result.stderr.count("rank 1 has left: all ranks end") == 1
+    assert result.stderr.count("rank 1 has left: all ranks end") == (result.codes[0] == 1)
 
 
 if __name__ == "__main__":

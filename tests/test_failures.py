@@ -298,7 +298,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted_and_too_many_in_a_
     monkeypatch.setattr(main, "Policy", Broken)
     settings = [*SMALL, "checkpoint.every=1", f"run.dir={tmp_path}", "training.max_bad_steps=3",
                 "training.num_samples_per_step=8"]  # so that there is a signal in each step
-    Broken.when, Broken.passes = (3, 4), 0  # the first is the warm-up's
+    Broken.when, Broken.passes = (4, 5), 0  # the first two are the warm-up's
     assert start([*settings, "training.max_steps=5"]) == 0
     assert "skipped: the gradient is not finite" in capsys.readouterr().out
     steps = [entry for entry in read_jsonl(tmp_path / "a" / "metrics.jsonl") if "reward" in entry]
@@ -310,7 +310,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted_and_too_many_in_a_
         tmp_path / "a" / "checkpoints" / "step-000005" / "tensors.safetensors")
     assert all(torch.isfinite(value).all() for value in saved.values())
 
-    Broken.when, Broken.passes = range(2, 100), 0
+    Broken.when, Broken.passes = range(3, 100), 0
     assert start([*settings, "training.max_steps=20"]) == 2
     message = capsys.readouterr().err.splitlines()[-1]
     assert (message.startswith("error: the gradient was not finite in 3 steps in a row")
@@ -523,7 +523,7 @@ def test_ranks_share_the_cores_unless_the_user_says_how_many_threads(chosen, thr
     started_with = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     rank = ("import os, torch; from machinery import ranks; ranks.dist.init_process_group = "
             "lambda *_, **__: None; os.sched_getaffinity = lambda _: range(4); ranks._meet = "
-            "lambda: None; ranks.join(); print(torch.get_num_threads())")
+            "ranks._watch = lambda: None; ranks.join(); print(torch.get_num_threads())")
     torchrun = ("import os, subprocess, sys; os.environ.setdefault('OMP_NUM_THREADS', '1'); "
                 f"subprocess.run([sys.executable, '-c', {rank!r}], check=True)")
     result = subprocess.run([sys.executable, "-c", torchrun], cwd=ROOT, capture_output=True,

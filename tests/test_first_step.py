@@ -554,7 +554,8 @@ def test_a_first_step_without_signal_is_called_that_and_not_one_that_has_moved_n
 
 
 def test_only_the_first_step_is_looked_at_and_not_again_after_a_resumption(tmp_path, capsys):
-    arguments = [*SHORT, "validation.every=100", f"run.dir={tmp_path}", "run.name=a"]
+    arguments = [*SHORT, "validation.every=100", "checkpoint.every=100", f"run.dir={tmp_path}",
+                 "run.name=a"]
     said = []
     for max_steps in (1, 3):
         assert start([*arguments, f"training.max_steps={max_steps}"]) == 0
@@ -600,9 +601,10 @@ def test_the_advice_speaks_of_keys_and_functions_that_there_are():
 def test_every_text_of_the_advice_can_be_said():
     """With the default settings filled in where it names them, and in one line."""
     config = dict(make_config())
-    phases = ("score", "read", "prepare", "sample", "learn", "evaluate")
+    phases = ("score", "read", "prepare", "sample", "learn", "evaluate", "save")
     said = [look.format(name="reward/answer", **config) for *_, look in SIGNS]
     said += [ADVICE["out_of_memory"][phase].format(**config) for phase in phases]
     said += [ADVICE["out_of_range"]]
+    said += [ADVICE["slow_saving"].format(**config, saving=2.5, step=10.0, rarer=5)]
     assert all(text and not re.search(r"[{}\n]", text) for text in said)
     assert set(ADVICE["out_of_memory"]) == set(phases) and all(ADVICE["settings"].values())
