@@ -7,6 +7,7 @@ import random
 import statistics
 import sys
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,11 +16,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.distributed as dist
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import main
 from machinery.checkpoints import NONE_KEPT
 from machinery.launch import leave
-from machinery.ranks import DEVICE, RANK, join
+from machinery.model import add_adapters
+from machinery.ranks import DEVICE, RANK, join, part
 from machinery.settings import ROOT, load_config
 
 # As published; random weights of these shapes cost what the real ones cost.
@@ -84,6 +88,8 @@ def model_of_shape(shape: str):
         torch.manual_seed(0)
         with DEVICE:
             model = transformers.AutoModelForCausalLM.from_config(model_config, dtype=dtype)
+            if config.model.lora_rank:
+                add_adapters(model, config)
         if config.model.gradient_checkpointing:
             model.activation_checkpointing_enable()
         return model, tokenizer
@@ -132,6 +138,7 @@ def say(text: str) -> None:
 def finish(result: dict) -> None:
     """The last line is one JSON object. The process ends as main.py does."""
     say(json.dumps(result))
+    part()
     leave(0)
 
 
@@ -204,17 +211,57 @@ def sampling_floors(model, trajectories, max_rows: int) -> tuple[float, float]:
             + 4 * config.hidden_size * config.num_hidden_layers * attended)
 
 
-def peak_memory() -> float:
-    """Of this rank since it was last asked for, in GB: its tensors on a GPU, the whole process on
-    Linux."""
+class LiveBytes(TorchDispatchMode):
+    """What tensors hold, in bytes, counted at each operation: on a CPU in place of what an
+    allocator of a GPU tells. Not in it: what a single operation needs inside."""
+
+    counting = None  # the one that does, for `peak_memory`
+
+    def __enter__(self):
+        self.now, self.peak, self.seen = 0, 0, set()
+        LiveBytes.counting = self
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        LiveBytes.counting = None
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        result = function(*arguments, **(named or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.see(tensor.untyped_storage())
+        return result
+
+    def see(self, storage) -> None:
+        address, size = storage._cdata, storage.nbytes()
+        if address not in self.seen:  # several tensors may share it
+            self.seen.add(address)
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self.gone, address, size)
+
+    def gone(self, address: int, size: int) -> None:
+        self.seen.remove(address)
+        self.now -= size
+
+
+def peak_memory() -> dict[str, float]:
+    """Of this rank since it was last asked for, in GB: on a GPU its tensors, and what the allocator
+    has taken for them; on a CPU its tensors where `LiveBytes` counts them, else, on Linux, the
+    whole process."""
     if DEVICE.type == "cuda":
-        peak = torch.cuda.max_memory_allocated()
+        peaks = {"memory_gb": torch.cuda.max_memory_allocated() / 1e9,
+                 "reserved_gb": torch.cuda.max_memory_reserved() / 1e9}
         torch.cuda.reset_peak_memory_stats()
-        return peak / 1e9
+        return peaks
+    if counter := LiveBytes.counting:
+        peak, counter.peak = counter.peak, counter.now
+        return {"memory_gb": peak / 1e9}
     status = Path("/proc/self/status")
     if not status.exists():
-        return float("nan")
+        return {"memory_gb": float("nan")}
     peak = next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines()
                 if line.startswith("VmHWM"))
     Path("/proc/self/clear_refs").write_text("5")
-    return peak / 1e9
+    return {"memory_gb": peak / 1e9}

@@ -7,17 +7,29 @@
     .venv/bin/python bench/memory.py --measure --shape small --prompt 48 sampling.max_rows=64
         and a step of it, to compare
 
-Weights, gradients and AdamW's moments are counted by their types. Activations are what the backward
-pass of one and of two layers keeps for a few rows, weighed on the CPU and scaled up. Not in it: the
-1 GB or so of a process with its libraries, and what an allocator holds back."""
+*Allocated* is what tensors hold. Weights, gradients and AdamW's moments are counted by their types;
+activations are what one and two layers keep for one and for two rows, counted on the CPU and scaled
+up. Of learning the peak is the highest of four moments, see `learning_parts`.
+
+*Reserved* is what the allocator of a GPU takes for it, by a rule that nobody has measured on a GPU
+yet. With expandable segments (PYTORCH_ALLOC_CONF=expandable_segments:True) what is freed joins
+the free memory beside it, so one phase takes up what another has left, and pieces of all sizes fit.
+But what is asked for while its forerunner, a little smaller, is still held lies behind it, and
+leaves a hole. So of each phase the largest piece that comes and goes counts once more: a layer's
+keys and values, which move to a larger place every 16 tokens; a gradient of the projection, or a
+chunk of logits. Not in either: the 1 GB or so of a process with its libraries and CUDA's context.
+
+`--measure` compares allocated with allocated: on a CPU each operation's tensors are counted as they
+come and go, see `LiveBytes`; nothing is reserved there."""
 
 import argparse
+import contextlib
 import json
-import os
-from pathlib import Path
 
 from harness import (
+    DEVICE,
     SHAPES,
+    LiveBytes,
     finish,
     main,
     make_run,
@@ -29,126 +41,225 @@ from harness import (
 )
 
 from machinery.model import add_adapters
-from machinery.policy import LOGITS_PER_CHUNK, ROOM
+from machinery.policy import LOGITS_PER_CHUNK, ROOM, ROWS_PER_PASS
 from machinery.settings import beside_main, load_config
 
-
-def activations_per_token(config, model_config, prompt: int) -> tuple[float, float]:
-    """Bytes that the backward pass needs for a token of a row: of all that is not a layer, and of
-    one layer."""
-    kept, L, precision = [], config.training.max_new_gen_tokens, config.model.precision
-    for layers in (1, 2):
-        small = type(model_config).from_dict({
-            **model_config.to_dict(), "num_hidden_layers": layers, "vocab_size": 64,
-            "layer_types": None, "eos_token_id": 0, "pad_token_id": 0, "bos_token_id": 0})
-        model = transformers.AutoModelForCausalLM.from_config(
-            small, dtype=torch.bfloat16 if precision == "bfloat16" else torch.float32)
-        parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-        storages = {}
-
-        def pack(tensor, storages=storages, parameters=parameters):
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in parameters:
-                # kept, so that no other takes its address
-                storages[storage.data_ptr()] = (storage.nbytes(), tensor)
-            return tensor
-
-        rows = [main.Trajectory({}, [random.randrange(64) for _ in range(prompt)],
-                                [random.randrange(64) for _ in range(L)], "", True)
-                for _ in range(2)]
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            main.Policy(model, config)(rows)
-        # In mixed precision the weights' casts are kept too, once; they are counted as such.
-        casts = (sum(parameter.numel() * 2 for parameter in model.parameters())
-                 if precision == "mixed" else 0)
-        kept.append((sum(size for size, _ in storages.values()) - casts) / (2 * (prompt + L)))
-    layer = kept[1] - kept[0]
-    return kept[0] - layer, layer
+WIDTH = {"float32": 4, "mixed": 4, "bfloat16": 2}  # bytes of a weight that learns
+COMPUTE = {"float32": 4, "mixed": 2, "bfloat16": 2}  # and of what is computed in
 
 
-def forecast(config, model_config, prompt: int) -> dict[str, dict[str, float]]:
+class Shapes(LiveBytes):
+    """Counts bytes without what takes the time, since nothing here asks for values: products of
+    matrices, and attention's backward pass."""
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        aten = torch.ops.aten
+        if function in (aten.mm.default, aten.addmm.default):
+            left, right = arguments[-2:]
+            results = [left.new_empty(left.shape[0], right.shape[1])]
+        elif function is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+            _, *read = arguments[:4]  # queries, keys, values
+            results = [torch.empty_like(each) for each in read]
+        else:
+            return super().__torch_dispatch__(function, types, arguments, named)
+        for result in results:
+            self.see(result.untyped_storage())
+        return results[0] if len(results) == 1 else tuple(results)
+
+
+def small_model(config, model_config, layers: int):
+    small = type(model_config).from_dict({
+        **model_config.to_dict(), "num_hidden_layers": layers, "vocab_size": 64,
+        "layer_types": None, "eos_token_id": 0, "pad_token_id": 0, "bos_token_id": 0})
+    model = transformers.AutoModelForCausalLM.from_config(
+        small, dtype=torch.bfloat16 if config.model.precision == "bfloat16" else torch.float32)
+    if config.model.lora_rank:
+        add_adapters(model, config)
+    if config.model.gradient_checkpointing:
+        model.activation_checkpointing_enable()
+    return model.train()
+
+
+def kept_and_more(config, model_config, prompt: int, layers: int, rows: int) -> tuple[int, int]:
+    """Bytes that so many answers to one question keep for the backward pass, and what that pass
+    needs besides at its peak."""
+    prompt_ids, *answers = ([random.randrange(64) for _ in range(length)]
+                            for length in [prompt] + [config.training.max_new_gen_tokens] * rows)
+    batch = [main.Trajectory({}, prompt_ids, answer, "", True) for answer in answers]
+    with Shapes() as live:
+        model = small_model(config, model_config, layers)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)  # as in DDP's buckets
+        before = live.now
+        logprobs, _ = main.Policy(model, config)(batch)
+        kept, live.peak = live.now - before, live.now
+        logprobs.sum().backward()
+        more = live.peak - before - kept
+    if config.model.precision == "mixed" and not config.model.gradient_checkpointing:
+        kept -= 2 * learning_weights(model)  # in bfloat16, which `learning_parts` counts
+    return kept, more
+
+
+def learning_weights(model) -> int:
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def activations(config, model_config, prompt: int, rows: int) -> tuple[float, float]:
+    """Bytes of a micro-batch of so many rows: kept for the backward pass, and what that needs
+    besides for the layer at which it stands."""
+    # with one layer and with two, for two answers and for four; with one answer the peak of the
+    # backward pass is elsewhere
+    (one, _), (one_doubled, _), (two, more), (two_doubled, more_doubled) = (
+        kept_and_more(config, model_config, prompt, layers, answers)
+        for layers in (1, 2) for answers in (2, 4))
+    layers, questions = (model_config.num_hidden_layers,
+                         min(rows, config.training.num_samples_per_step))
+    # what a row adds, with one layer and with two, and from these with all; a question likewise
+    row, row_of_two = (one_doubled - one) / 2, (two_doubled - two) / 2
+    question, question_of_two = one - 2 * row, two - 2 * row_of_two
+    return (rows * (row + (layers - 1) * (row_of_two - row))
+            + questions * (question + (layers - 1) * (question_of_two - question)),
+            min(rows, ROWS_PER_PASS) * max(0, more_doubled - more) / 2)
+
+
+def learning_parts(config, model_config, model, prompt: int) -> dict[str, float]:
+    """At the highest of four moments, which all have the activations that are kept: a chunk of
+    logits in the forward pass; one in the backward pass; the projection's gradients; a layer's
+    backward pass."""
+    training, precision = config.training, config.model.precision
+    length, vocabulary = prompt + training.max_new_gen_tokens, model_config.vocab_size
+    rows = min(max(1, training.tokens_per_micro_batch // length),
+               training.num_samples_per_step * training.k_best_of_n[0])
+    kept, at_a_layer = activations(config, model_config, prompt, rows)
+    logits = rows * training.max_new_gen_tokens * vocabulary
+    # three of them, in float32 even from bfloat16: as they are, over the temperature, log softmax
+    chunk = 3 * 4 * min(LOGITS_PER_CHUNK, logits)
+    gradient = 0 if config.model.lora_rank else (
+        model.get_output_embeddings().weight.numel() * WIDTH[precision])
+    casts = 2 * learning_weights(model) if precision == "mixed" else 0
+    # autocast keeps them for its forward pass; the graph holds them longer, but for checkpoints
+    held = 0 if config.model.gradient_checkpointing else casts
+    moments = ({"logits, a chunk": chunk, "weights cast to bfloat16": casts},
+               {"logits, a chunk": chunk, "weights cast to bfloat16": held,
+                "gradient of the projection": gradient * (logits > LOGITS_PER_CHUNK)},
+               # that of the chunks so far, that of this one, and their sum
+               {"gradients of the projection": gradient * (3 if logits > LOGITS_PER_CHUNK else 1),
+                "weights cast to bfloat16": held},
+               {"a layer, in the backward pass": at_a_layer, "weights cast to bfloat16": held,
+                "gradient of the projection": gradient})
+    return {"activations": kept, **max(moments, key=lambda moment: sum(moment.values()))}
+
+
+def sampling_parts(config, model_config, prompt: int, rows: int) -> dict[str, float]:
+    compute, at_once = COMPUTE[config.model.precision], min(rows, config.sampling.max_rows)
+    head_width = (getattr(model_config, "head_dim", None)
+                  or model_config.hidden_size // model_config.num_attention_heads)
+    layer = (2 * model_config.num_key_value_heads * head_width * compute * at_once
+             * (prompt + config.training.max_new_gen_tokens + ROOM))
+    return {"keys and values": layer * model_config.num_hidden_layers,
+            "a layer's, while rows leave": layer,
+            "logits": at_once * model_config.vocab_size * (compute + 3 * 4)}
+
+
+def forecast(config, model_config, prompt: int, ranks: int = 1) -> dict[str, dict[str, float]]:
     """GB a rank, by phase and by what they are for."""
     training, precision = config.training, config.model.precision
-    L, rows = training.max_new_gen_tokens, training.num_samples_per_step * training.k_best_of_n[1]
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(model_config)
         if config.model.lora_rank:
             add_adapters(model, config)
-    weights, head = (sum(parameter.numel() for parameter in model.parameters()),
-                     model.get_output_embeddings().weight.numel())
-    learning_weights = sum(parameter.numel() for parameter in model.parameters()
-                           if parameter.requires_grad)
-    width = {"float32": 4, "mixed": 4, "bfloat16": 2}[precision]
-    compute = 4 if precision == "float32" else 2
+    weights, learning = sum(map(torch.numel, model.parameters())), learning_weights(model)
+    width, compute = WIDTH[precision], COMPUTE[precision]
     # with LoRA; in mixed precision they lie in bfloat16, and the sampling copy shares them
-    frozen = weights - learning_weights
-    always = {"weights": learning_weights * width + frozen * compute,
-              "gradients": learning_weights * width,
-              "AdamW's moments": 2 * learning_weights * width,
-              "sampling copy": 2 * learning_weights if precision == "mixed" else 0,
-              "reference model": (weights * compute
-                                  if training.kl_beta and not config.model.lora_rank else 0)}
-
-    at_once = min(rows, config.sampling.max_rows)
-    head_width = (getattr(model_config, "head_dim", None)
-                  or model_config.hidden_size // model_config.num_attention_heads)
-    layers, vocabulary = model_config.num_hidden_layers, model_config.vocab_size
-    layer_cache = (2 * model_config.num_key_value_heads * head_width * compute * at_once
-                   * (prompt + L + ROOM))
-    sampling = {"keys and values": layer_cache * layers, "a layer's, while rows leave": layer_cache,
-                "logits": at_once * vocabulary * (compute + 3 * 4)}
-
-    rest, layer = activations_per_token(config, model_config, prompt)
-    tokens = max(prompt + L, min(training.tokens_per_micro_batch, rows * (prompt + L)))
-    kept = rest + layers * layer
-    # a layer keeps its input alone, and one at a time is computed again
-    if config.model.gradient_checkpointing:
-        kept = rest + layers * model_config.hidden_size * compute + layer
-    chunk = min(LOGITS_PER_CHUNK, tokens * vocabulary)
-    learning = {"activations": kept * tokens,
-                "logits, a chunk": chunk * (5 * 4 + (2 if compute == 2 else 0)),
-                "gradients of the projection": 0 if config.model.lora_rank else 2 * head * width,
-                "weights cast to bfloat16": 2 * learning_weights if precision == "mixed" else 0}
+    frozen = weights - learning
+    always = {"weights": learning * width + frozen * compute,
+              "gradients": learning * width,
+              "AdamW's moments": 2 * learning * width,
+              "sampling copy": 2 * learning if precision == "mixed" else 0,
+              "reference model": reference_bytes(config, model)}
+    held_out = -(-config.data.num_validation // ranks) * config.validation.best_of_n
+    sampled = training.num_samples_per_step * training.k_best_of_n[1]
+    phases = {"always": always,
+              "while sampling": sampling_parts(config, model_config, prompt, sampled),
+              "while evaluating": sampling_parts(config, model_config, prompt, held_out),
+              "while learning": learning_parts(config, model_config, model, prompt)}
     return {phase: {name: size / 1e9 for name, size in parts.items() if size}
-            for phase, parts in (("always", always), ("while sampling", sampling),
-                                 ("while learning", learning))}
+            for phase, parts in phases.items()}
 
 
-parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--shape", choices=SHAPES, help="instead of the model that the settings name")
-parser.add_argument("--prompt", type=int, default=128, help="tokens of the longest prompt")
-parser.add_argument("--measure", action="store_true",
-                    help="also run a step, all of whose answers run to the limit")
-parser.add_argument("--config", action="append", default=[])
-parser.add_argument("keys", nargs="*", help="section.key=value")
-options = parser.parse_intermixed_args()
-arguments = [*(part for path in options.config for part in ("--config", path)), *options.keys]
-settings = load_config(arguments)
-shape = (transformers.Qwen2Config(**SHAPES[options.shape]) if options.shape else
-         transformers.AutoConfig.from_pretrained(
-             beside_main(settings.model.name)).get_text_config())
-table = forecast(settings, shape, options.prompt)
-for phase, parts in table.items():
-    say(f"{phase}: {sum(parts.values()):.2f} GB")
-    for name, size in parts.items():
-        say(f"    {name:<32} {size:8.2f} GB")
-total = {phase: sum(table["always"].values()) + sum(table[f"while {phase}"].values())
-         for phase in ("sampling", "learning")}
-say(f"peak: {max(total.values()):.2f} GB, while {max(total, key=total.get)}")
-result = {"forecast_gb": {phase: round(size, 3) for phase, size in total.items()},
-          "parts_gb": table}
-if options.measure:
-    before = (0.0 if torch.cuda.is_available()
-              else int(Path("/proc/self/statm").read_text().split()[1])
-              * os.sysconf("SC_PAGE_SIZE") / 1e9)
-    run = make_run(arguments, options.shape)
-    never_stop(run)
+def reference_bytes(config, model) -> int:
+    """Of its own: with LoRA it is the model with its adapters off. In mixed precision linear layers
+    but the output lie in bfloat16."""
+    if not config.training.kl_beta or config.model.lora_rank:
+        return 0
+    output = model.get_output_embeddings().weight
+    low = sum(layer.weight.numel() for layer in model.modules() if isinstance(
+        layer, torch.nn.Linear) and layer.weight is not output)
+    return (sum(map(torch.numel, model.parameters())) * WIDTH[config.model.precision]
+            - (2 * low if config.model.precision == "mixed" else 0))
+
+
+def peaks(table: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """GB allocated and reserved, by phase: see the head."""
+    always, result = sum(table["always"].values()), {"allocated": {}, "reserved": {}}
+    for phase in ("sampling", "evaluating", "learning"):
+        parts = table[f"while {phase}"]
+        moved = (parts["a layer's, while rows leave"] if phase != "learning" else
+                 max(parts.get("gradients of the projection", 0),
+                     parts.get("logits, a chunk", 0)) / 3)
+        result["allocated"][phase] = round(always + sum(parts.values()), 3)
+        result["reserved"][phase] = round(always + sum(parts.values()) + moved, 3)
+    return result
+
+
+def measured_peaks(arguments: list[str], shape: str | None) -> dict:
+    """Of one step, all of whose answers run to the limit, by phase."""
     from step import measure
-    # later steps would show what the first has left on the heap
-    measured = measure(run, steps=1, warm_up=0)
-    result["measured_gb"] = {phase: round(measured[f"{key}_memory_gb"] - before, 3)
-                             for phase, key in (("sampling", "sample"), ("learning", "learn"))}
-    say(f"measured: {json.dumps(result['measured_gb'])} "
-        f"(forecast {json.dumps(result['forecast_gb'])})")
-    finish(result)
-say(json.dumps(result))
+    kinds = {"measured_gb": "memory_gb"}
+    if DEVICE.type == "cuda":
+        kinds["measured_reserved_gb"] = "reserved_gb"
+    with LiveBytes() if DEVICE.type == "cpu" else contextlib.nullcontext():
+        run = make_run(arguments, shape)
+        never_stop(run)
+        measured = measure(run, steps=1, warm_up=0)
+    result = {name: {"sampling": round(measured[f"sample_{kind}"], 3),
+                     "learning": round(measured[f"learn_{kind}"], 3)}
+              for name, kind in kinds.items()}
+    if DEVICE.type == "cuda":
+        result["alloc_retries"] = measured["alloc_retries"]
+    return result
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES,
+                        help="instead of the model that the settings name")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of the longest prompt")
+    parser.add_argument("--ranks", type=int, default=1, help="that share an evaluation")
+    parser.add_argument("--measure", action="store_true",
+                        help="also run a step, all of whose answers run to the limit")
+    parser.add_argument("--config", action="append", default=[])
+    parser.add_argument("keys", nargs="*", help="section.key=value")
+    options = parser.parse_intermixed_args()
+    arguments = [*(part for path in options.config for part in ("--config", path)), *options.keys]
+    settings = load_config(arguments)
+    shape = (transformers.Qwen2Config(**SHAPES[options.shape]) if options.shape else
+             transformers.AutoConfig.from_pretrained(
+                 beside_main(settings.model.name)).get_text_config())
+    table = forecast(settings, shape, options.prompt, options.ranks)
+    for phase, parts in table.items():
+        say(f"{phase}: {sum(parts.values()):.2f} GB")
+        for name, size in parts.items():
+            say(f"    {name:<32} {size:8.2f} GB")
+    total = peaks(table)
+    for kind, phases in total.items():
+        say(f"{kind}, peak: {max(phases.values()):.2f} GB, while {max(phases, key=phases.get)}")
+    result = {"forecast_gb": total["allocated"], "forecast_reserved_gb": total["reserved"],
+              "parts_gb": table}
+    if options.measure:
+        result |= measured_peaks(arguments, options.shape)
+        say(f"measured: {json.dumps(result['measured_gb'])} "
+            f"(forecast {json.dumps(result['forecast_gb'])})")
+        finish(result)
+    say(json.dumps(result))

@@ -11,10 +11,13 @@ Sampling is held against its floor: reading the weights once a token and every r
 values, at the bandwidth measured in the same run, or the arithmetic at the matrix rate, whichever
 takes longer. Learning is held against the matrix rate. `reduce` is the time that adding up a
 gradient over the ranks takes once all have it; where it overlaps with the backward pass, a step
-pays less."""
+pays less. Memory is the peak of the process on a CPU; on a GPU that of its tensors and, reserved,
+of what the allocator took for them, and `alloc_retries` counts how often that found no more and had
+to give back what it kept in store."""
 
 import argparse
 import time
+from collections import defaultdict
 
 import continuous
 from harness import (
@@ -97,8 +100,7 @@ def seconds_to_reduce(run) -> float:
 def measure(run, steps: int, warm_up: int = 1) -> dict:
     """Medians over `steps` of what each phase takes, on rank 0, and its share of what the machine
     can do."""
-    phases: dict[str, list[float]] = {"sample": [], "score": [], "learn": [], "step": [],
-                                      "sample_memory_gb": [], "learn_memory_gb": []}
+    phases: dict[str, list[float]] = defaultdict(list)
     seen = {}
 
     def remember(name, key):
@@ -107,7 +109,8 @@ def measure(run, steps: int, warm_up: int = 1) -> dict:
         def call(*arguments):
             peak_memory()
             result = original(*arguments)
-            phases[f"{key}_memory_gb"].append(peak_memory())
+            for kind, peak in peak_memory().items():
+                phases[f"{key}_{kind}"].append(peak)
             seen[key] = arguments[1] if key == "learn" else result
             return result
         setattr(main, name, call)
@@ -140,6 +143,8 @@ def measure(run, steps: int, warm_up: int = 1) -> dict:
                    floor / spent for floor, spent in zip(floors[phase], phases[phase]))
                for phase in floors}
     tokens = sum(len(trajectory.completion_ids) for trajectory in seen["sample"])
+    if DEVICE.type == "cuda":
+        result["alloc_retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
     return {**result, "reduce": seconds_to_reduce(run),
             "tokens_per_second": tokens / result["step"] * WORLD_SIZE,
             "matmul_gflops": flops / 1e9, "bandwidth_gb_per_second": bandwidth / 1e9}
@@ -167,9 +172,11 @@ if __name__ == "__main__":
         never_stop(run)
     result = measure(run, options.steps)
     for phase in ("sample", "learn"):
+        reserved = result.get(f"{phase}_reserved_gb")
         say(f"{phase:<8} {result[phase]:8.3f} s   "
             f"{result[f'{phase}_share_of_ceiling']:6.1%} of the ceiling   "
-            f"peak {result[f'{phase}_memory_gb']:6.2f} GB")
+            f"peak {result[f'{phase}_memory_gb']:6.2f} GB"
+            + (f", reserved {reserved:6.2f} GB" if reserved else ""))
     say(f"score    {result['score']:8.3f} s")
     say(f"reduce   {result['reduce']:8.3f} s   {result['reduce'] / result['step']:6.1%} of a step "
         "if nothing overlapped")
