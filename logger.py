@@ -235,7 +235,8 @@ class Logger:
         with self.folder.writing(), open(self.path / name, "a", encoding="utf-8") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
 
-    def finish(self) -> None:
+    def finish(self, bad_steps: int) -> None:
+        """`bad_steps`: so many were not finite since the last update."""
         if RANK != 0:
             return
         evaluations = {entry["step"]: entry for entry in self.history if "eval/solved" in entry}
@@ -259,6 +260,9 @@ class Logger:
             print("no evaluation was better than that before training, so that is what best/ holds")
         print(f"the best model, of step {best['step']}, is in {folder}" if best else
               f"warning: {folder} is missing, or not of this run")
+        if bad_steps:
+            print(_block("warning: since the newest checkpoint no gradient was finite, so nothing "
+                         f"of what came after it is saved: {self.folder.saved or 'there is none'}"))
         if best and self.config.task.name == "countdown":
             ask = [sys.executable, os.path.relpath(ROOT / "examples" / "ask.py"), "--model",
                    str(folder), "3", "7", "25", "=", "68"]

@@ -7,7 +7,7 @@ The algorithm, once per step:
   4. compare each answer with its group: A_ij = r_ij - mean_j r_ij             compute_advantages
   5. raise the log-probability of the better ones, lower that of the worse:    policy_loss
          loss = -sum_i sum_j sum_t A_ij log pi(a_ij[t] | q_i, a_ij[<t]) / (B L)
-     where B is the number of answers of all ranks, and L the longest answer allowed
+     where B is how many answers of all ranks count, and L the longest answer allowed
   6. an AdamW step on the gradient that all ranks share                        policy_gradient
   7. now and then, measure on questions that are never trained on              evaluate
 
@@ -20,15 +20,23 @@ brings it back:
     the ratio is always 1                                             updates_per_batch, clip
   - the KL penalty: it needs a second model, and rewards computed from the answer leave no reward
     model to fool                                                              kl_beta
-With `learning_type: sil` step 4 becomes self-imitation: the k best of n answers get advantage 1
-and are all that is learned from. With `mask_truncated` nothing is learned from what was cut off.
+With `learning_type: sil` step 4 becomes self-imitation: the k best of n answers get advantage 1 if
+their reward is above 0 (so a wrong one too, where form alone earns something) and are all that is
+learned from. With `mask_truncated` an answer that was cut off counts in its group's mean alone.
 
     torchrun --nproc-per-node=4 main.py                     four GPUs, or four processes on a CPU
     python main.py training.max_steps=20 training.seed=1    one rank; any key of config.yaml
     torchrun --nproc-per-node=4 main.py --config my.yaml    a file of keys laid over config.yaml
 
-The task is countdown.py, what is shown and kept logger.py. What would be the same under any other
-algorithm (settings, ranks, loading a model, checkpoints, signals) is in machinery/.
+The task is countdown.py, what is shown and kept logger.py. machinery/ holds what can be believed
+unread: settings, ranks, checkpoints, signals, and for the algorithm these functions:
+  read_prompts                 keys and values of each prompt, read once for all its answers
+  states_before, project       the state from which each token is predicted; and its logits,
+  in_chunks                    which never exist for all tokens at once
+  make_micro_batches           answers of similar length, as many together as fit
+  hand_to_answers              a tensor of all their tokens, (tokens,), cut up among the answers
+  over_ranks, random_stream    sums over ranks; random numbers as a function of seed, step, rank
+Functions that say "Collective" meet the other ranks: all have to call them, in the same order.
 """
 
 import machinery  # noqa: F401, I001  says what is being loaded, before it is
@@ -37,9 +45,7 @@ import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
-from statistics import fmean, stdev
-from typing import Any
+from statistics import stdev
 
 import torch
 import torch.distributed as dist
@@ -48,13 +54,14 @@ from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
 from logger import Logger
+from machinery.batches import hand_to_answers, make_micro_batches, read_prompts
 from machinery.checkpoints import RunFolder
 from machinery.errors import UserError
 from machinery.launch import launch, stop_signals
 from machinery.metrics import change_metrics, evaluation_metrics, sampler_metrics, step_metrics
-from machinery.model import load_model, make_reference, make_sampler
-from machinery.policy import Policy, hand_to_answers, make_micro_batches, read_prompts, warm_up
-from machinery.ranks import RANK, WORLD_SIZE, over_ranks, random_stream, together
+from machinery.model import load_model, make_reference, make_sampler, refresh_sampler, warm_up
+from machinery.policy import HALF, in_chunks, project, states_before
+from machinery.ranks import RANK, WORLD_SIZE, epoch_order, errors_shared, over_ranks, random_stream
 from machinery.settings import Config, TrainingSettings, load_config
 from machinery.tasks import check_lengths, encode_prompt, grade, load_questions, load_task
 
@@ -83,32 +90,25 @@ class Trajectory:
 
 @dataclass
 class Run:
-    """What the functions below share. All that a step changes: weights, moments, `step`, `best`."""
+    """What the functions below share. A step changes weights, moments, `step` and `best` alone."""
 
     config: Config
     folder: RunFolder
     log: Logger
-    task: Any                        # countdown.py, or whatever file task.name says
-    tokenizer: Any
+    task: object                     # countdown.py, or whatever file task.name says
+    tokenizer: object
     training_rows: list[dict]
     validation_rows: list[dict]
     model: nn.Module
     sampler: nn.Module               # what answers are drawn from: the model, or a bfloat16 copy
-    policy: DistributedDataParallel  # what learns: answers -> log-probabilities of their tokens
-    reference: Callable | None       # the same of the model as it was loaded, for the KL term
+    policy: DistributedDataParallel  # what learns, a `Policy`: answers -> log pi and entropies
+    reference: Callable | None       # log pi alone, of the model as it was loaded: for the KL term
     optimizer: torch.optim.Optimizer
     step: int                        # training steps done
     best: tuple[float, float]        # best-of-n and mean accuracy of what is in best/
 
 
 # ---------------------------------------------------------------- 1. questions
-
-@lru_cache(maxsize=2)  # a step may reach from one epoch into the next
-def epoch_order(num_rows: int, seed: int, epoch: int) -> list[int]:
-    order = list(range(num_rows))
-    random.Random(f"{seed} epoch {epoch}").shuffle(order)
-    return order
-
 
 def questions(rows: list[dict], step: int, config: Config) -> list[dict]:
     """This rank's N questions of a step. In an order that the seed decides, a step takes the next
@@ -128,29 +128,30 @@ TOKENS_PER_SLICE = 16  # after so many tokens the finished answers leave the bat
 def complete(sampler, prompts: list[list[int]], L: int, bar) -> list[list[int]]:
     """One completion of each prompt, by Hugging Face's `generate`. Equal prompts are read once."""
     settings = sampler.generation_config  # what `make_sampler` gave it, never the model's own
-    # (rows, time), padded on the left; and keys and values of all but the last token, from which
-    # `generate` goes on.
+    # (answers, time), padded on the left; and keys and values of all but the last token, as
+    # `generate` has to have one to read.
     ids, mask, cache = read_prompts(sampler, prompts)
     completions: list[list[int]] = [[] for _ in prompts]
-    unfinished = list(range(len(prompts)))  # which completion each row of the batch belongs to
+    unfinished = list(range(len(prompts)))  # which completion each place of the batch belongs to
     for done in range(0, L, TOKENS_PER_SLICE):
         settings.max_new_tokens = min(TOKENS_PER_SLICE, L - done)
         sequences = sampler.generate(ids, attention_mask=mask, past_key_values=cache,
                                      generation_config=settings)
-        new_ids = sequences[:, ids.shape[1]:]  # (rows, slice); after a stop token only padding
-        going_on = []
-        for row, (i, row_ids) in enumerate(zip(unfinished, new_ids.tolist())):
-            stops = [t for t, token in enumerate(row_ids) if token in settings.eos_token_id]
-            completions[i] += row_ids[:stops[0] + 1] if stops else row_ids
+        new_ids = sequences[:, ids.shape[1]:]  # (answers, slice); after a stop token only padding
+        going_on = []  # places
+        for place, (i, own_ids) in enumerate(zip(unfinished, new_ids.tolist(), strict=True)):
+            stops = [t for t, token in enumerate(own_ids) if token in settings.eos_token_id]
+            completions[i] += own_ids[:stops[0] + 1] if stops else own_ids
             if not stops:
-                going_on.append(row)
+                going_on.append(place)
         bar.update(len(unfinished) - len(going_on))
-        if not going_on:
+        unfinished = [unfinished[place] for place in going_on]
+        if not unfinished:
             break
         ids = sequences[going_on]
         mask = pad(mask, (0, new_ids.shape[1]), value=True)[going_on]
         cache.batch_select_indices(torch.tensor(going_on, device=ids.device))
-        unfinished = [unfinished[row] for row in going_on]
+    bar.update(len(unfinished))  # those cut off
     return completions
 
 
@@ -172,14 +173,6 @@ def sample(run: Run, rows: list[dict], num_answers: int, bar) -> list[Trajectory
     return answers
 
 
-@torch.no_grad()
-def refresh_sampler(sampler, model) -> None:
-    """After an update. (A sampler that shares the model's weights has them already.)"""
-    for copied, parameter in zip(sampler.parameters(), model.parameters(), strict=True):
-        if copied is not parameter and parameter.requires_grad:
-            copied.copy_(parameter)
-
-
 # ---------------------------------------------------------------- 3. rewards
 
 def score(answers: list[Trajectory], task, bar) -> None:
@@ -195,7 +188,7 @@ def score(answers: list[Trajectory], task, bar) -> None:
 
 def compute_advantages(group: list[Trajectory], training: TrainingSettings,
                        stream: random.Random) -> list[Trajectory]:
-    """Sets A_ij for the answers j to one question i. Returns those that count in B: all of them, or
+    """Sets A_ij for the answers j to one question i. Returns those that B counts: all of them, or
     with sil the k best."""
     rewards = [answer.reward for answer in group]
     if training.learning_type == "sil":
@@ -214,6 +207,31 @@ def compute_advantages(group: list[Trajectory], training: TrainingSettings,
 
 # ---------------------------------------------------------------- 5. the loss
 
+class Policy(nn.Module):
+    """pi as the learner sees it. All of it happens inside the module that DDP wraps: gradients of
+    what is computed outside are not shared between ranks."""
+
+    def __init__(self, model: nn.Module, config: Config):
+        super().__init__()
+        self.model, self.temperature = model, config.sampling.temperature
+        self.mixed = config.model.precision == "mixed"
+
+    def forward(self, answers: list[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
+        """log pi(a[t] | q, a[<t]) of each token sampled, and the entropy of pi there: (tokens,)
+        each, answer after answer."""
+        with torch.autocast(self.model.device.type, HALF, enabled=self.mixed):
+            # The state at t predicts the token at t + 1.
+            states, tokens = states_before(self.model, answers)  # (tokens, width), (tokens,)
+            return in_chunks(self.log_pi, self.model, states, tokens)
+
+    def log_pi(self, states, tokens):
+        logits = project(self.model, states)  # (tokens, vocabulary), in float32 at least
+        log_pi = (logits / self.temperature).log_softmax(-1)  # at which answers are sampled
+        with torch.no_grad():
+            entropies = -log_pi.exp().mul_(log_pi).sum(-1)  # in place: it is the largest tensor
+        return log_pi.gather(-1, tokens[:, None])[:, 0], entropies
+
+
 def policy_loss(logprobs: torch.Tensor, batch: list[Trajectory], B: int, T: int,
                 training: TrainingSettings) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """-sum_i sum_j sum_t (gain_ij[t] - beta KL_ij[t]) / Z over the answers of a micro-batch, and
@@ -225,14 +243,14 @@ def policy_loss(logprobs: torch.Tensor, batch: list[Trajectory], B: int, T: int,
     where rho is pi(a_ij[t] | q_i, a_ij[<t]) over what it was before the first of them. The batch of
     all ranks has B answers, of T tokens in all. Every tensor is (tokens,), answer after answer.
 
-    A sum, whose normaliser Z is settled before the first micro-batch: how rows are split into
+    A sum, whose normaliser Z is settled before the first micro-batch: how answers are split into
     micro-batches, ordered or shared among ranks changes it only by rounding."""
     lengths = torch.tensor([len(answer.completion_ids) for answer in batch], device=logprobs.device)
     A = logprobs.new_tensor([answer.advantage for answer in batch])
-    A = A.repeat_interleave(lengths)  # (rows,) -> (tokens,)
+    A = A.repeat_interleave(lengths)  # (answers,) -> (tokens,)
     watched = {}
     if training.updates_per_batch == 1:
-        gains = A * logprobs  # for rho, which is 1 here and has the same gradient
+        gains = A * logprobs  # the gradient of rho A where rho is 1; another value
     else:
         rho = (logprobs - torch.cat([answer.old_logprobs for answer in batch])).exp()
         gains = rho * A
@@ -243,7 +261,7 @@ def policy_loss(logprobs: torch.Tensor, batch: list[Trajectory], B: int, T: int,
             gains = torch.minimum(gains, clipped)
     if beta := training.kl_beta:
         d = torch.cat([answer.reference_logprobs for answer in batch]) - logprobs
-        kl = torch.expm1(d) - d  # the estimator k3: never negative, and right on average
+        kl = torch.expm1(d) - d  # the estimator k3 of KL: never negative
         watched["kl"] = kl.sum()
         gains = gains - beta * kl
     L, own_length = training.max_new_gen_tokens, lengths.repeat_interleave(lengths)  # (tokens,)
@@ -256,28 +274,29 @@ def policy_loss(logprobs: torch.Tensor, batch: list[Trajectory], B: int, T: int,
 # ---------------------------------------------------------------- 6. its gradient
 
 def learned_from(answers: list[Trajectory], training: TrainingSettings) -> list[Trajectory]:
-    """Not what is masked; nor where the advantage, and so the gradient, is 0 but for a KL term."""
+    """Those that have a gradient: with an advantage, or, for a KL term, any; but none that is
+    masked."""
     return [answer for answer in answers if (answer.advantage or training.kl_beta)
             and not (training.mask_truncated and answer.truncated)]
 
 
 def policy_gradient(run: Run, answers: list[Trajectory], bar) -> dict[str, float]:
-    """Leaves the gradient of the batch of all ranks in the parameters of every rank, clipped.
-    Returns what it was like, over all ranks."""
+    """Leaves the gradient of the batch of all ranks in the parameters of every rank, clipped; none
+    where no rank has anything to learn. Returns what it was like, over all ranks. Collective."""
     policy, training = run.policy, run.config.training
-    # Only these are run. A rank left with none runs one all the same and multiplies it by 0,
-    # because every rank owes the others exactly one synchronised backward pass an update.
-    learned = learned_from(answers, training)
+    learned = learned_from(answers, training)  # the others are not run, and cost nothing
     bar.update(len(answers) - len(learned))
-    num_tokens = sum(len(answer.completion_ids) for answer in answers)
-    num_learned, T = over_ranks([len(learned), num_tokens])  # their sums
-    B = len(answers) * WORLD_SIZE  # what is skipped counts too, here and in T
+    own_tokens = sum(len(answer.completion_ids) for answer in answers)
+    num_learned, T = over_ranks([len(learned), own_tokens])  # their sums
+    B = len(answers) * WORLD_SIZE  # what is not run counts too, here and in T
     if num_learned == 0:
-        nothing = {"entropy": math.nan, "grad_norm": math.nan}
-        return {"loss": 0.0, **nothing, "updated": 0, "non_finite": 0}
+        nothing = {"loss": 0.0, "entropy": math.nan, "grad_norm": math.nan}
+        return {**nothing, "updated": 0, "non_finite": 0}
     policy.train()
-    policy.zero_grad(set_to_none=False)  # gradients lie in DDP's buckets: None would double them
-    totals: dict[str, Any] = {}
+    policy.zero_grad(set_to_none=False)  # None would allocate them again, beside DDP's buckets
+    totals = {}
+    # Every rank owes the others exactly one synchronised backward pass an update: one that is left
+    # with nothing to learn runs an answer all the same, with a loss of 0.
     micro_batches = make_micro_batches(learned or answers[:1], training.tokens_per_micro_batch)
     for i, batch in enumerate(micro_batches):
         # The ranks' gradients meet once, at the last. `no_sync` has to wrap the forward pass too:
@@ -286,21 +305,23 @@ def policy_gradient(run: Run, answers: list[Trajectory], bar) -> dict[str, float
             if training.kl_beta and batch[0].reference_logprobs is None:
                 hand_to_answers(batch, reference_logprobs=run.reference(batch))
             logprobs, entropies = policy(batch)  # (tokens,) each, at the sampling temperature
-            if batch[0].old_logprobs is None:  # every update cuts the same micro-batches
+            if batch[0].old_logprobs is None:  # constants: for rho, and for `change_metrics`
                 hand_to_answers(batch, old_logprobs=logprobs)
             loss, watched = policy_loss(logprobs, batch, B, int(T), training)
-            loss = loss * bool(learned)
+            if not learned:
+                loss = 0 * logprobs.sum()  # where rho overflows, 0 * loss would be nan
             (loss * WORLD_SIZE).backward()  # DDP takes the mean over ranks, the formula the sum
         watched |= {"loss": loss, "entropy": entropies.sum(), "tokens": len(logprobs)}
         with torch.no_grad():
             for name, value in watched.items():
-                totals[name] = totals.get(name, 0.0) + value * bool(learned)
-        bar.update(len(batch))
+                totals[name] = totals.get(name, 0.0) + (value if learned else 0.0)
+        bar.update(len(batch) if learned else 0)
     limit = training.max_grad_norm or math.inf
     grad_norm = float(nn.utils.clip_grad_norm_(policy.parameters(), limit))
-    totals = dict(zip(totals, over_ranks([float(total) for total in totals.values()])))
-    loss, num_tokens = totals.pop("loss"), totals.pop("tokens")
-    means = {name: total / num_tokens for name, total in totals.items()}
+    sums = over_ranks([float(total) for total in totals.values()])
+    totals = dict(zip(totals, sums, strict=True))
+    loss, learned_tokens = totals.pop("loss"), totals.pop("tokens")
+    means = {name: total / learned_tokens for name, total in totals.items()}
     finite = math.isfinite(grad_norm) and math.isfinite(loss)  # on every rank, or on none
     return {"loss": loss, **means, "grad_norm": grad_norm,
             "updated": int(finite), "non_finite": int(not finite)}
@@ -318,8 +339,8 @@ def scheduled_learning_rate(step: int, training: TrainingSettings) -> float:
 
 def evaluate(run: Run) -> list[list[Trajectory]] | None:
     """n answers to every held-out question, shared among the ranks. Rank 0 gets all of them, a
-    group for each question, the others None."""
-    random_stream(run.config.training.seed, run.step, "evaluate")  # seeds torch, which samples
+    group for each question, the others None. Collective."""
+    random_stream(run.config.training.seed, run.step, "evaluate")  # seeds torch, too
     n, rows = run.config.validation.best_of_n, run.validation_rows
     mine = rows[RANK::WORLD_SIZE]
     with run.log.phase("evaluate", len(mine) * n) as bar:
@@ -330,87 +351,93 @@ def evaluate(run: Run) -> list[list[Trajectory]] | None:
     dist.gather_object(answers, gathered)
     if RANK != 0:
         return None
-    places = [divmod(i, WORLD_SIZE) for i in range(len(rows))]  # row i was the rank's place-th
+    places = [divmod(i, WORLD_SIZE) for i in range(len(rows))]  # of question i: (place, rank)
     return [gathered[rank][place * n:(place + 1) * n] for place, rank in places]
 
 
 def evaluation_step(run: Run) -> None:
-    groups = evaluate(run)
-    if groups is None:
+    """Measures, shows and keeps it; and the model, if it is the best so far. Collective."""
+    if (groups := evaluate(run)) is None:
         return
-    # A question counts as solved when its answer of highest reward solves it: best of n.
-    best = [max(group, key=lambda answer: answer.reward).parts[run.task.SOLVED] for group in groups]
-    solved = [fmean(answer.parts[run.task.SOLVED] for answer in group) for group in groups]
-    metrics = evaluation_metrics(best, solved, groups, run.task)
+    metrics = evaluation_metrics(groups, run.task)
     run.log.evaluation(run.step, metrics, groups)
-    if (fmean(best), fmean(solved)) > run.best:
-        run.best = (fmean(best), fmean(solved))
+    quality = metrics["eval/best_of_n"], metrics["eval/solved"]
+    if quality > run.best:
+        run.best = quality
         run.folder.save_best(run, metrics)
 
 
 # ---------------------------------------------------------------- the loop
 
-def training_step(run: Run) -> bool:
-    """The algorithm of the head of this file, line by line. Returns whether all was finite."""
+def training_step(run: Run) -> dict[str, float]:
+    """The algorithm of the head of this file, line by line. Returns what its last update was like.
+    Collective."""
     config, training, step = run.config, run.config.training, run.step + 1
-    N, (_, G) = training.num_samples_per_step, training.k_best_of_n
-    stream = random_stream(training.seed, step, "train")
+    N, G = training.num_samples_per_step, training.k_best_of_n[1]  # k is for sil alone
+    stream = random_stream(training.seed, step, "train")  # seeds torch, which samples, too
     with run.log.phase("sample", N * G) as bar:
         rows = questions(run.training_rows, step, config)                          # 1.
         answers = sample(run, rows, G, bar)                                        # 2.
     with run.log.phase("score", N * G) as bar:
         score(answers, run.task, bar)                                              # 3.
     groups = [answers[i:i + G] for i in range(0, N * G, G)]
-    chosen = [answer for group in groups
-              for answer in compute_advantages(group, training, stream)]           # 4.
+    counted = [answer for group in groups
+               for answer in compute_advantages(group, training, stream)]          # 4.
     run.optimizer.param_groups[0]["lr"] = scheduled_learning_rate(step, training)
     evaluating = step % config.validation.every == 0 or step == training.max_steps
     updates, measured = [], {}
-    with run.log.phase("learn", len(chosen) * training.updates_per_batch) as bar:
+    with run.log.phase("learn", len(counted) * training.updates_per_batch) as bar:
         if step == 1:
             measured |= sampler_metrics(run, answers)
         for _ in range(training.updates_per_batch):  # mu
-            updates.append(policy_gradient(run, chosen, bar))                      # 5.
+            # `policy_loss`, inside of                                               5.
+            updates.append(policy_gradient(run, counted, bar))                     # 6.
             if not updates[-1]["updated"]:  # on every rank, or on none
                 break
-            run.optimizer.step()                                                   # 6.
+            run.optimizer.step()
         refresh_sampler(run.sampler, run.model)
         if step == 1 or evaluating:
-            measured |= change_metrics(run, learned_from(chosen, training))
+            measured |= change_metrics(run, learned_from(counted, training))
     run.step = step
     run.log.step(step, step_metrics(run, groups, updates, measured))
     if evaluating:
         evaluation_step(run)                                                       # 7.
-    return not updates[-1]["non_finite"]
+    return updates[-1]
 
 
-def train(run: Run) -> None:
+def train(run: Run) -> int:
     """From where the run stands to its last step. A step ends with its evaluation, and is saved
-    after it, so that going on from there repeats nothing."""
+    after it, so that going on from there repeats nothing. Returns how many steps were not finite
+    since the last update. Collective."""
     training, bad_steps = run.config.training, 0
     evaluated = over_ranks([run.log.evaluated(run.step)], dist.ReduceOp.MAX) == [1]  # rank 0 knows
-    if not evaluated and (run.step == 0 or run.step >= training.max_steps):  # as it was stopped
+    if not evaluated and (run.step == 0 or run.step >= training.max_steps):  # it was cut short
         evaluation_step(run)
     stop_requested = stop_signals()  # SIGTERM, SIGINT and SIGHUP wait for the end of a step
     while run.step < training.max_steps:
-        bad_steps = 0 if training_step(run) else bad_steps + 1
+        update = training_step(run)
+        if update["non_finite"]:
+            bad_steps += 1
+        elif update["updated"]:  # one without a signal neither counts nor makes up for it
+            bad_steps = 0
         if bad_steps == training.max_bad_steps:
             raise UserError(f"the gradient was not finite in {bad_steps} steps in a row, up to "
                             f"step {run.step}; no checkpoint was made of them. Lower "
                             "training.learning_rate, and start again under another run.name")
         stop = stop_requested()  # on any rank; all of them get the same answer
         due = run.step % run.config.checkpoint.every == 0 or run.step == training.max_steps
-        if (due or stop) and not bad_steps:  # a run goes on from before them
+        if (due or stop) and not bad_steps:  # to go on from before the bad ones
             with run.log.phase("save"):
                 run.folder.save(run)
         if stop and run.step < training.max_steps:
             raise stop  # the process ends with 128 + the signal's number
+    return bad_steps
 
 
 def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
-    """All that a run works with, where its newest checkpoint left it."""
+    """All that a run works with, where its newest checkpoint left it. Collective."""
     training = config.training
-    with together(), log.phase("read"):  # a mistake that one rank meets ends all of them
+    with errors_shared(), log.phase("read"):  # a mistake that one rank meets ends all of them
         task = load_task(config)
         model, tokenizer = load_model(config)
         training_rows, validation_rows = load_questions(task, tokenizer, config, log.say)
@@ -421,7 +448,7 @@ def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
                                       weight_decay=training.weight_decay, fused=True)
         # Buckets and moments come into being here, so that a fresh run starts out as a resumed one.
         warm_up(policy, optimizer)
-        reference = make_reference(model, config) if training.kl_beta else None  # as it was loaded
+        reference = make_reference(Policy, model, config) if training.kl_beta else None
         step, best = folder.restore(model, optimizer)  # of the newest checkpoint, if there is one
         sampler = make_sampler(model, tokenizer, config)
     return Run(config, folder, log, task, tokenizer, training_rows, validation_rows, model, sampler,
@@ -429,13 +456,13 @@ def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
 
 
 def main(arguments: list[str]) -> None:
-    with together():
+    with errors_shared():
         config = load_config(arguments)
     with RunFolder(config) as folder, Logger(config, folder) as log:
         run = prepare(config, folder, log)
         log.start(run)
-        train(run)
-        log.finish()
+        bad_steps = train(run)
+        log.finish(bad_steps)
 
 
 if __name__ == "__main__":

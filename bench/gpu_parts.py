@@ -49,6 +49,7 @@ from machinery import checkpoints, ranks
 from machinery.errors import said
 
 CUDA = DEVICE.type == "cuda"
+FEW_ROWS = ["data.max_rows=1000"]  # which are read in no time
 ENDS = time.monotonic() + float(os.environ.get("SECONDS_FOR_THIS_PART", "600"))
 
 
@@ -84,7 +85,7 @@ def shaped_run(small: bool, shape: str, gb: float, keys: list[str]):
     the limit; and its settings, to change some later."""
     join()
     limit_memory(gb)
-    keys = ["model.precision=mixed", *keys]
+    keys = ["model.precision=mixed", *FEW_ROWS, *keys]
     run = make_run(keys, "small" if small else shape)
     never_stop(run)
     return run, keys
@@ -144,11 +145,11 @@ def meet() -> None:
     """What a rank sees of the others. Begins and ends as main.py does."""
     def look(_):
         try:
-            with ranks.together():
+            with ranks.errors_shared():
                 raise main.UserError("of one is of all")
         except ranks.SharedError as error:
             print(json.dumps({
-                "together": str(error), "sum": ranks.over_ranks([1.0, 2.0]),
+                "errors_shared": str(error), "sum": ranks.over_ranks([1.0, 2.0]),
                 "backend": str(torch.distributed.get_backend_config()),
                 "cudnn": torch.backends.cudnn.version(),
                 "cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled() and CUDA}))
@@ -165,7 +166,7 @@ def a1_join(small):
         assert process.returncode == 0, output
         figures, = objects(output)
         yield {name: figures}
-        assert figures["together"] == "of one is of all" and figures["sum"] == [1.0, 2.0]
+        assert figures["errors_shared"] == "of one is of all" and figures["sum"] == [1.0, 2.0]
         assert ("nccl" in figures["backend"]) == CUDA and "gloo" in figures["backend"]
         assert not figures["cudnn_attention"]  # see `ranks.join`
 
@@ -274,10 +275,11 @@ def learning(cudnn: bool, num_steps: int, keys: list[str]) -> dict:
 
 def a3_learning(small):
     join()
-    num_steps = 3 if small else 20
+    num_steps = 2 if small else 20
     keys = ["data.num_validation=64"]
     if small:  # and so large a step that rounding does not hide it
-        keys = ["data.num_validation=8", *batch(4, 4, 96), "training.learning_rate=0.01"]
+        keys = ["data.num_validation=8", *batch(4, 4, 64), *FEW_ROWS,
+                "training.learning_rate=0.01"]
     found = learning(False, num_steps, keys)
     yield {"cudnn off": found}
     for half in (torch.bfloat16, torch.float16):
@@ -299,7 +301,7 @@ def a3_learning(small):
 def a4_gradient(small):
     """Not clipped, of one batch."""
     join()
-    keys = ["training.max_grad_norm=null", *batch(4, 8, 192), *(batch(2, 4, 48) * small)]
+    keys = ["training.max_grad_norm=null", *FEW_ROWS, *batch(4, 8, 192), *(batch(2, 4, 48) * small)]
     run = make_run(["model.precision=float32", *keys])
     answers = sampled(run, *(2, 4) if small else (4, 8))
 
@@ -346,8 +348,9 @@ def metrics_of(folder: Path) -> list[dict]:
 def a5_resuming(small):
     last = 6 if small else 10
     with tempfile.TemporaryDirectory() as folder:
+        fewer = [*batch(2, 4, 32), *FEW_ROWS, "data.num_validation=4"]
         keys = ["data.num_validation=32", f"training.max_steps={last}", "validation.every=3",
-                f"run.dir={folder}", *([*batch(2, 4, 32), "data.num_validation=4"] * small)]
+                f"run.dir={folder}", *fewer * small]
 
         def start(name):
             return child("train", *keys, f"run.name={name}")
@@ -442,17 +445,11 @@ def recipe_step(small):
 
 
 def b7_recipe(small):
-    forecast = subprocess.run(
+    forecast = subprocess.Popen(
         [sys.executable, ROOT / "bench" / "memory.py", "--prompt", "49",  # as the longest has
          "--shape", "small" if small else "qwen2.5-3b", *RECIPE, "model.precision=mixed",
          *(["sampling.max_rows=2", *batch(2, 2, 16)] * small)],
-        text=True, stdout=subprocess.PIPE, check=True,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
-    forecast = objects(forecast.stdout)[-1]
-    most = {kind: max(forecast[key][phase] for phase in ("sampling", "learning"))
-            for kind, key in (("memory_gb", "forecast_gb"),
-                              ("reserved_gb", "forecast_reserved_gb"))}
-    yield {"forecast": most}
+        text=True, stdout=subprocess.PIPE, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     for segments in ("True", "False"):
         process = child("recipe step", *["--small"] * small,
                         PYTORCH_ALLOC_CONF=f"expandable_segments:{segments}")
@@ -465,6 +462,11 @@ def b7_recipe(small):
         yield {f"expandable_segments:{segments} {name}": each for name, each in found.items()}
         last = "L 16" if small else "L 1024"
         if segments == "True":  # as it is unless someone sets it
+            parts = objects(forecast.communicate()[0])[-1]
+            most = {kind: max(parts[key][phase] for phase in ("sampling", "learning"))
+                    for kind, key in (("memory_gb", "forecast_gb"),
+                                      ("reserved_gb", "forecast_reserved_gb"))}
+            yield {"forecast": most}
             assert last in found, output
             assert 0.7 < found[last]["memory_gb"] / most["memory_gb"] < 1.15, (found, most)
         elif last not in found:
@@ -627,7 +629,7 @@ def short_of_memory(phase: str, *arguments) -> None:
 def c12_out_of_memory(small):
     with tempfile.TemporaryDirectory() as folder:
         keys = ["sampling.max_rows=1024", "training.tokens_per_micro_batch=100000",
-                "data.num_validation=4", "validation.best_of_n=1", f"run.dir={folder}"]
+                *FEW_ROWS, "data.num_validation=4", "validation.best_of_n=1", f"run.dir={folder}"]
         processes = {phase: child("short of memory", phase, *keys, *batch(N, 16, 64),
                                   f"run.name={phase}")
                      for phase, N in (("sample", 64), ("learn", 16))}

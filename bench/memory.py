@@ -40,8 +40,9 @@ from harness import (
     transformers,
 )
 
+from machinery.batches import ROOM
 from machinery.model import add_adapters
-from machinery.policy import LOGITS_PER_CHUNK, ROOM, ROWS_PER_PASS
+from machinery.policy import ANSWERS_PER_PASS, LOGITS_PER_CHUNK
 from machinery.settings import beside_main, load_config
 
 WIDTH = {"float32": 4, "mixed": 4, "bfloat16": 2}  # bytes of a weight that learns
@@ -120,7 +121,7 @@ def activations(config, model_config, prompt: int, rows: int) -> tuple[float, fl
     question, question_of_two = one - 2 * row, two - 2 * row_of_two
     return (rows * (row + (layers - 1) * (row_of_two - row))
             + questions * (question + (layers - 1) * (question_of_two - question)),
-            min(rows, ROWS_PER_PASS) * max(0, more_doubled - more) / 2)
+            min(rows, ANSWERS_PER_PASS) * max(0, more_doubled - more) / 2)
 
 
 def learning_parts(config, model_config, model, prompt: int) -> dict[str, float]:

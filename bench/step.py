@@ -38,7 +38,8 @@ from harness import (
 )
 from torch.nn.utils.rnn import pad_sequence
 
-from machinery.policy import ROWS_PER_PASS, pad_prompts, positions
+from machinery.batches import pad_prompts, positions
+from machinery.policy import ANSWERS_PER_PASS
 from machinery.ranks import WORLD_SIZE
 
 
@@ -64,10 +65,10 @@ def plain_forward(self, answers):
     prompt_ids, prompt_mask, which = pad_prompts([answer.prompt_ids for answer in answers],
                                                  self.model.device)
     logprobs, entropies = [], []
-    for start in range(0, len(answers), ROWS_PER_PASS):
-        rows = which[start:start + ROWS_PER_PASS]
+    for start in range(0, len(answers), ANSWERS_PER_PASS):
+        rows = which[start:start + ANSWERS_PER_PASS]
         completions = [torch.tensor(answer.completion_ids, device=rows.device)
-                       for answer in answers[start:start + ROWS_PER_PASS]]
+                       for answer in answers[start:start + ANSWERS_PER_PASS]]
         completion_ids = pad_sequence(completions, batch_first=True)
         completion_mask = pad_sequence([torch.ones_like(each, dtype=torch.bool)
                                         for each in completions], batch_first=True)

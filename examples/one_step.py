@@ -49,7 +49,7 @@ def prepare(config) -> SimpleNamespace:
                                   weight_decay=training.weight_decay)
     main.warm_up(policy, optimizer)  # with which weights would decay, were the rate not 0
     optimizer.param_groups[0]["lr"] = training.learning_rate
-    reference = main.make_reference(model, config) if training.kl_beta else None
+    reference = main.make_reference(main.Policy, model, config) if training.kl_beta else None
     return SimpleNamespace(config=config, task=task, tokenizer=tokenizer, rows=rows, model=model,
                            policy=policy, optimizer=optimizer, reference=reference,
                            sampler=main.make_sampler(model, tokenizer, config))

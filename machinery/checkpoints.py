@@ -12,9 +12,9 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from machinery.batches import NOTHING
 from machinery.errors import UserError, blame
-from machinery.policy import NOTHING
-from machinery.ranks import LOCAL_RANK, RANK, WORLD_SIZE, together
+from machinery.ranks import LOCAL_RANK, RANK, WORLD_SIZE, errors_shared
 from machinery.settings import ADVICE, FREE_KEYS, Config, default_run_name, flatten
 from machinery.tasks import encode_prompt
 
@@ -28,9 +28,9 @@ class RunFolder:
         self.path = Path(config.run.dir) / (config.run.name or default_run_name(config))
 
     def __enter__(self):
-        with together():
+        with errors_shared():
             self.lock = self._take() if RANK == 0 else None
-        with together():
+        with errors_shared():
             self.checkpoint = self._find_checkpoint()  # path, rank that can read it, state.json
             self.saved, *_ = self.checkpoint or [None]
             self.changes = self._compare_settings() if self.checkpoint else []
@@ -95,7 +95,7 @@ class RunFolder:
         if self.checkpoint is None:
             return 0, NONE_KEPT
         (path, reader, saved), tensors = self.checkpoint, state_tensors(model, optimizer)
-        with together(), blame(f"{path} is of another model than {self.config.model.name!r}"):
+        with errors_shared(), blame(f"{path} is of another model than {self.config.model.name!r}"):
             if RANK == reader:
                 with safe_open(path / "tensors.safetensors", "pt") as file:
                     for name, tensor in tensors.items():

@@ -9,7 +9,7 @@ from statistics import fmean, pstdev, stdev
 import torch
 import torch.distributed as dist
 
-from machinery.policy import Policy, hand_to_answers, make_micro_batches
+from machinery.batches import hand_to_answers, make_micro_batches
 from machinery.ranks import DEVICE, WORLD_SIZE, over_ranks
 
 MOVED = 1e-6  # nats: a token whose log pi has changed by less has not moved
@@ -55,9 +55,11 @@ def step_metrics(run, groups: list[list], updates: list[dict], measured: dict) -
     return metrics | numbers
 
 
-def evaluation_metrics(best: list[float], solved: list[float], groups: list[list],
-                       task) -> dict[str, float | None]:
-    """`best`, `solved`: for each question whether its best answer solves it, and how many do."""
+def evaluation_metrics(groups: list[list], task) -> dict[str, float | None]:
+    """Of all answers to the held-out questions, a group for each."""
+    # A question counts as solved when its answer of highest reward solves it: best of n.
+    best = [max(group, key=lambda answer: answer.reward).parts[task.SOLVED] for group in groups]
+    solved = [fmean(answer.parts[task.SOLVED] for answer in group) for group in groups]
     answers = [answer for group in groups for answer in group]
     values = {**{part: [answer.parts[part] for answer in answers] for part in task.REWARD_WEIGHTS},
               "reward": [answer.reward for answer in answers],
@@ -95,7 +97,7 @@ def sampler_metrics(run, answers: list) -> dict[str, float]:
     excess, distance = -logprobs - entropies, torch.zeros_like(logprobs)
     if any(copied is not own for copied, own in zip(run.sampler.parameters(),
                                                     run.model.parameters(), strict=True)):
-        sampler = Policy(run.sampler, run.config)
+        sampler = type(run.policy.module)(run.sampler, run.config)
         sampler.mixed = False  # it is low in precision itself
         drawn_with = torch.cat([each for _, each, _ in logprobs_now(run, answers, sampler)])
         distance = (drawn_with - logprobs).abs()

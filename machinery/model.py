@@ -1,4 +1,4 @@
-"""The model that learns, and its copies: to sample from, to measure the KL from, to give away."""
+"""The model that learns, its first pass, and its copies: to sample from, to measure the KL from."""
 
 import copy
 import logging
@@ -11,8 +11,9 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from machinery.batches import NOTHING
 from machinery.errors import UserError, blame
-from machinery.policy import HALF, Policy
+from machinery.policy import HALF
 from machinery.ranks import DEVICE, random_stream
 from machinery.settings import ROOT, Config, beside_main
 
@@ -104,21 +105,21 @@ def make_sampler(model, tokenizer, config: Config):
     every weight for each token, else a twin that shares the model's weights."""
     sampler = copy.copy(model)
     if config.model.precision == "mixed":
-        sampler = frozen_copy(model, lambda parameter: parameter.to(
-            HALF, copy=parameter.requires_grad))
+        sampler = frozen_copy(model, lambda each: each.to(HALF, copy=each.requires_grad))
     sampler.generation_config = generation_settings(model, tokenizer, config)
     return sampler
 
 
-def make_reference(model, config: Config) -> Callable:
+def make_reference(policy_class: type, model, config: Config) -> Callable:
     """What the KL term measures from: log-probabilities of the model as it was loaded, with LoRA
     those with its adapters off. In mixed precision linear layers, but for the output, are kept in
     bfloat16, as autocast would cast them anyway: until something is learned no bit differs."""
     has_adapters, output = config.model.lora_rank > 0, model.get_output_embeddings()
     low = {id(layer.weight) for layer in model.modules() if config.model.precision == "mixed"
            and isinstance(layer, nn.Linear) and layer is not output}
-    frozen = Policy(model if has_adapters else frozen_copy(model, lambda parameter: parameter.to(
-        HALF if id(parameter) in low else parameter.dtype, copy=parameter.requires_grad)), config)
+    as_loaded = model if has_adapters else frozen_copy(model, lambda parameter: parameter.to(
+        HALF if id(parameter) in low else parameter.dtype, copy=parameter.requires_grad))
+    frozen = policy_class(as_loaded, config)
 
     @torch.no_grad()
     def reference(answers: list) -> torch.Tensor:
@@ -130,3 +131,32 @@ def make_reference(model, config: Config) -> Callable:
         return logprobs
 
     return reference
+
+
+@torch.no_grad()
+def refresh_sampler(sampler, model) -> None:
+    """After an update. (A sampler that shares the model's weights has them already.)"""
+    for copied, parameter in zip(sampler.parameters(), model.parameters(), strict=True):
+        if copied is not parameter and parameter.requires_grad:
+            copied.copy_(parameter)
+
+
+def warm_up(policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Two backward passes and one step of nothing. With the second forward pass DDP cuts its
+    buckets anew: that changes the last bit of sums, and takes the memory of all gradients once
+    more as long as the old ones are held. AdamW's moments come into being at its first step."""
+    policy.train()
+    with blame("the model cannot learn: see model.attention"):
+        for _ in range(2):
+            policy.zero_grad(set_to_none=True)
+            logprobs, _ = policy([NOTHING])
+            logprobs.sum().backward()
+            if unused := [name for name, parameter in policy.module.model.named_parameters()
+                          if parameter.requires_grad and parameter.grad is None]:
+                raise UserError(f"model.name: {len(unused)} of its parameters, like {unused[0]}, "
+                                "take no part in an answer, so they cannot learn: take a model of "
+                                "text alone, or set model.lora_rank and model.lora_targets")
+    policy.zero_grad(set_to_none=False)
+    optimizer.step()
+    for moments in optimizer.state.values():
+        moments["step"].zero_()

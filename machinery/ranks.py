@@ -7,6 +7,7 @@ import stat
 import threading
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -127,7 +128,7 @@ class SharedError(UserError): ...  # one that every rank raises
 
 
 @contextmanager
-def together():
+def errors_shared():
     """A user error on one rank becomes the same error on all of them: none is left waiting."""
     own = cause = None
     try:
@@ -152,3 +153,11 @@ def random_stream(seed: int, step: int, purpose: str) -> random.Random:
     stream = random.Random(f"{seed} {step} {RANK} {purpose}")
     torch.manual_seed(stream.getrandbits(63))
     return stream
+
+
+@lru_cache(maxsize=2)  # a step may reach from one epoch into the next
+def epoch_order(num_rows: int, seed: int, epoch: int) -> list[int]:
+    """In which an epoch goes through the rows, the same on every rank."""
+    order = list(range(num_rows))
+    random.Random(f"{seed} epoch {epoch}").shuffle(order)
+    return order

@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicLayer
 
 import main
 from machinery import policy
-from machinery.policy import ROOM, RoomyLayer
+from machinery.batches import ROOM, RoomyLayer
 
 
 def tokens_read(model):
@@ -47,7 +47,7 @@ def test_sampling_reads_each_prompt_once_and_finished_answers_no_further(monkeyp
 
 
 def test_learning_reads_each_prompt_once_a_micro_batch_and_pads_little(one_rank, monkeypatch):
-    monkeypatch.setattr(policy, "ROWS_PER_PASS", 4)
+    monkeypatch.setattr(policy, "ANSWERS_PER_PASS", 4)
     trajectories = [main.Trajectory({}, PROMPTS[i // 16], t.completion_ids, "", False,
                                     advantage=1.0)
                     for i, t in enumerate(make_trajectories(48, longest=40))]

@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import io
 import json
+import math
 import os
 import resource
 import shutil
@@ -317,6 +318,79 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted_and_too_many_in_a_
             and "training.learning_rate" in message)
     assert (outcome(tmp_path / "a")["tensors"] == tensors
             and outcome(tmp_path / "a")["step"] == "step-000005")
+
+
+def without_signal(steps, monkeypatch):
+    """In these steps no answer has an advantage, so nothing is run, and `Broken` counts no pass."""
+    questions, compute_advantages, now = main.questions, main.compute_advantages, 0
+
+    def counted(rows, step, config):
+        nonlocal now
+        now = step
+        return questions(rows, step, config)
+
+    def advantages(group, training, stream):
+        answers = compute_advantages(group, training, stream)
+        for answer in answers if now in steps else ():
+            answer.advantage = 0.0
+        return answers
+
+    monkeypatch.setattr(main, "questions", counted)
+    monkeypatch.setattr(main, "compute_advantages", advantages)
+
+
+def test_a_step_without_a_signal_makes_up_for_none_that_was_not_finite(
+        tmp_path, monkeypatch, capsys):
+    """It neither counts among them, nor resets their count, nor saves what they have left."""
+    monkeypatch.setattr(main, "Policy", Broken)
+    settings = [*SMALL, "checkpoint.every=1", f"run.dir={tmp_path}", "training.max_bad_steps=2",
+                "training.num_samples_per_step=8"]
+    with monkeypatch.context() as patch:
+        without_signal((3, 4), patch)
+        Broken.when, Broken.passes = (4, 5), 0  # steps 2 and 5
+        assert start([*settings, "training.max_steps=20"]) == 2
+    said = capsys.readouterr().err
+    assert "the gradient was not finite in 2 steps in a row, up to step 5" in said
+    assert outcome(tmp_path / "a")["step"] == "step-000001"
+    # nor is the end, where the last steps are of this kind, told as if all were well
+    with monkeypatch.context() as patch:
+        without_signal((3,), patch)
+        Broken.when, Broken.passes = (3,), 0  # step 2
+        assert start([*settings, "training.max_steps=3"]) == 0
+    said = "".join(capsys.readouterr().out.split())  # as lines break, also inside a path
+    assert "".join(f"""warning: since the newest checkpoint no gradient was finite, so nothing of
+        what came after it is saved: {tmp_path}/a/checkpoints/step-000001""".split()) in said
+    assert outcome(tmp_path / "a")["step"] == "step-000001"
+
+
+def overflow_where_nothing_is_learned(folder, *arguments):
+    """main.py, except that rank 1 has no signal, and the answer that it runs all the same has a
+    loss that overflows, as a ratio or a KL term may."""
+    compute_advantages, policy_loss = main.compute_advantages, main.policy_loss
+
+    def none(*arguments):
+        answers = compute_advantages(*arguments)
+        for answer in answers if main.RANK == 1 else ():
+            answer.advantage = 0.0
+        return answers
+
+    def overflowing(logprobs, *arguments):
+        loss, watched = policy_loss(logprobs, *arguments)
+        if main.RANK == 1:
+            loss, watched = loss + logprobs.sum() * math.inf, {"clipped": torch.tensor(math.nan)}
+        return loss, watched
+
+    main.compute_advantages, main.policy_loss = none, overflowing
+    run_main(*arguments)
+
+
+def test_an_answer_run_for_the_sake_of_others_cannot_spoil_their_step(tmp_path):
+    result = ranks(2, overflow_where_nothing_is_learned, tmp_path, *SMALL, "training.max_steps=1",
+                   "training.num_samples_per_step=8", "training.updates_per_batch=2",
+                   "training.clip=[0.2,0.2]", f"run.dir={tmp_path}")
+    assert result.returncode == 0, result.stderr
+    step, = (entry for entry in read_jsonl(tmp_path / "a" / "metrics.jsonl") if "reward" in entry)
+    assert (step["updated"], step["non_finite"]) == (2, 0) and 0 <= step["clipped"] <= 1
 
 
 def with_one_bad_rank(folder, *arguments):

@@ -57,7 +57,7 @@ def updated(trajectories, **overrides):
     run = make_policy(model, config, gradient_as_bucket_view=True)
     run.model = run.sampler = model
     if config.training.kl_beta:
-        run.reference = main.make_reference(start_of(model), config)
+        run.reference = main.make_reference(main.Policy, start_of(model), config)
     optimizer = torch.optim.SGD(run.policy.parameters(), TINY_RATE)
     answers = [dataclasses.replace(trajectory) for trajectory in trajectories]
     for _ in range(config.training.updates_per_batch):

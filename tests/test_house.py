@@ -104,7 +104,7 @@ def test_the_seven_numbers_of_the_head_stand_over_the_sections_and_in_training_s
     assert list(sections) == list("1234567")
     assert all(f"\ndef {function}(" in sections[number] for number, function in steps)
     body = source[source.index("def training_step"):]
-    places = re.findall(r"# (\d)\.$", body[:body.index("\ndef ")], re.MULTILINE)
+    places = re.findall(r"#.* (\d)\.$", body[:body.index("\ndef ")], re.MULTILINE)
     assert places == list("1234567")
 
 

@@ -22,6 +22,7 @@ from conftest import (
 )
 
 import main
+from machinery import policy
 
 pytestmark = pytest.mark.mathematics
 TEMPERATURE, L, QUESTIONS, GROUP = 0.7, 12, 6, 2
@@ -65,7 +66,7 @@ def learn(model, trajectories, **overrides):
     config = learning_config(**overrides)
     run = make_policy(model, config, gradient_as_bucket_view=True)
     if config.training.kl_beta:
-        run.reference = main.make_reference(start_of(model), config)
+        run.reference = main.make_reference(main.Policy, start_of(model), config)
     answers = [dataclasses.replace(trajectory) for trajectory in trajectories]
     assert all(answer.old_logprobs is answer.reference_logprobs is None for answer in answers)
     for update in range(config.training.updates_per_batch):
@@ -146,6 +147,17 @@ def test_the_order_of_rows_and_gradient_checkpointing_do_not_change_the_gradient
     assert relative_error(gradient(model), expected) < BOUND[torch.float64]
 
 
+def watch(monkeypatch, name, calls):
+    """Keeps the arguments of each call to this function of machinery/policy.py."""
+    original = getattr(policy, name)
+
+    def watched(*arguments):
+        calls.append(arguments)
+        return original(*arguments)
+
+    monkeypatch.setattr(policy, name, watched)
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_rows_log_probabilities_do_not_depend_on_the_rows_beside_it(
@@ -158,23 +170,20 @@ def test_a_rows_log_probabilities_do_not_depend_on_the_rows_beside_it(
     model = make_model(architecture, DTYPE[architecture]).train()
     if checkpointing:
         model.activation_checkpointing_enable()
-    policy = main.Policy(model, learning_config())
-    alone = torch.cat([policy([trajectory])[0] for trajectory in trajectories])
-    monkeypatch.setattr("machinery.policy.ROWS_PER_PASS", 5)
-    passes, states = [], policy.states
-
-    def watched_states(*arguments):
-        passes.append(arguments)
-        return states(*arguments)
-
-    monkeypatch.setattr(policy, "states", watched_states)
-    together, _ = policy(trajectories)
-    _, prompt_masks, completions, caches, rows = zip(*passes)
-    assert list(map(len, completions)) == [5, 5, 2] and len(torch.cat(rows).unique()) == 8
+    learner = main.Policy(model, learning_config())
+    alone = torch.cat([learner([trajectory])[0] for trajectory in trajectories])
+    monkeypatch.setattr(policy, "ANSWERS_PER_PASS", 5)
+    passes, readings = [], []
+    watch(monkeypatch, "_one_pass", passes)
+    watch(monkeypatch, "read_prefix", readings)
+    together, _ = learner(trajectories)
+    _, _, prompt_masks, completions, caches = zip(*passes)
+    assert list(map(len, completions)) == [5, 5, 2]
     assert not prompt_masks[0].all() and len(set(map(len, completions[0]))) > 1
-    # of 8 prompts, for all passes
-    assert checkpointing == (caches[0] is None) and len(set(map(id, caches))) == 1
-    assert checkpointing or caches[0].layers[0].keys.shape[0] == 8
+    # 8 prompts, read once for all passes
+    assert [ids.shape[0] for _, ids, _ in readings] == ([] if checkpointing else [8])
+    assert [cache and cache.layers[0].keys.shape[0] for cache in caches] == (
+        [None] * 3 if checkpointing else [5, 5, 2])
     assert torch.allclose(together, alone, rtol=0, atol=BOUND[DTYPE[architecture]])
 
 
@@ -269,6 +278,8 @@ def test_sil_imitates_the_k_best_and_nothing_that_earned_nothing():
     assert advantages_of([0.1, 1.1, 0.0, 0.6], **sil) == [0, 1, 0, 1]
     assert advantages_of([0.0, 1.1, 0.0, 0.0], **sil) == [0, 1, 0, 0]
     assert advantages_of([0.0] * 4, **sil) == [0, 0, 0, 0]
+    # what was paid for its form alone is imitated like any other, as the head of main.py says
+    assert advantages_of([0.1, 0.1, 0.0, 0.0], **sil) == [1, 1, 0, 0]
     ties = [advantages_of([1.0] * 4, seed=seed, **sil) for seed in range(40)]
     assert all(sum(tie) == 2 for tie in ties)
     # the seed breaks ties, nothing else

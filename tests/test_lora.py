@@ -82,7 +82,7 @@ def test_only_the_adapters_learn_and_the_kl_term_measures_from_the_model_without
     expected = torch.cat([parameter.grad.flatten() for parameter in learning])
     model.zero_grad()
     run = make_policy(model, config)
-    run.reference = main.make_reference(model, config)
+    run.reference = main.make_reference(main.Policy, model, config)
     metrics = main.policy_gradient(run, trajectories, NO_BAR)
     assert 1e-3 < metrics["kl"] < 0.3  # as in training
     assert relative_error(torch.cat([parameter.grad.flatten() for parameter in learning]),
@@ -233,7 +233,7 @@ def test_the_kl_is_exactly_zero_as_long_as_nothing_was_learned(more, precision):
     model, _ = main.load_model(config)
     trajectories = make_trajectories(12)
     logprobs, _ = main.Policy(model.train(), config)(trajectories)
-    assert torch.equal(main.make_reference(model, config)(trajectories), logprobs)
+    assert torch.equal(main.make_reference(main.Policy, model, config)(trajectories), logprobs)
 
 
 def test_asking_best_of_a_run_with_adapters(tmp_path, capsys):

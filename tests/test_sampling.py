@@ -24,7 +24,7 @@ from processes import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import main
-from machinery.policy import ROOM, pad_prompts
+from machinery.batches import ROOM
 
 sys.path.append(str(ROOT / "bench"))
 import continuous
@@ -58,9 +58,9 @@ def sampling_run(model, eos=0, pad=0, **overrides):
                            sampler=main.make_sampler(model, tokenizer, config))
 
 
-def sample_from(run, prompts, num_samples):
+def sample_from(run, prompts, num_samples, bar=NO_BAR):
     rows = [{"prompt": " ".join(map(str, prompt))} for prompt in prompts]
-    return main.sample(run, rows, num_samples, NO_BAR)
+    return main.sample(run, rows, num_samples, bar)
 
 
 def sample(model, prompts, num_samples, **how):
@@ -169,10 +169,8 @@ def test_the_stop_token_is_trained_on_and_padding_is_not_where_both_are_one_id(o
         trajectory.advantage = float(not trajectory.truncated) * (1 + i % 3)
     config = make_config(training__num_samples_per_step=3, training__max_new_gen_tokens=30,
                          training__max_grad_norm=None, model__precision="float32")
-    prompt_ids, prompt_mask, which = pad_prompts([t.prompt_ids for t in trajectories], model.device)
+    _, targets = main.states_before(model, trajectories)
     completions = [t.completion_ids for t in trajectories]
-    _, targets = main.Policy(model, config).states(prompt_ids[which], prompt_mask[which],
-                                                   completions, None, which)
     assert targets.tolist() == [token for completion in completions for token in completion]
 
     main.policy_gradient(make_policy(model, config), trajectories, NO_BAR)
@@ -299,3 +297,42 @@ def test_the_chat_style_puts_the_same_question_through_the_template():
 def test_the_embedded_model_loads_as_any_other():
     model = AutoModelForCausalLM.from_pretrained(ROOT / "tiny" / "model")
     assert 1_000_000 <= sum(parameter.numel() for parameter in model.parameters()) <= 1_800_000
+
+
+class Bar:
+    """Counts what it is told."""
+
+    def __init__(self):
+        self.done = 0
+
+    def update(self, n):
+        self.done += n
+
+
+def test_bars_end_at_their_total(one_rank):
+    """Also where answers are cut off, and where a rank with nothing to learn runs one all the
+    same."""
+    bar, model = Bar(), make_model()
+    answers = sample_from(sampling_run(model, training__max_new_gen_tokens=3), PROMPTS, 8, bar)
+    assert any(answer.truncated for answer in answers) and not all(
+        answer.truncated for answer in answers)
+    assert bar.done == len(answers)
+    trajectories = make_trajectories(12)
+    for trajectory in trajectories:
+        trajectory.advantage = 0.0
+    learner = make_policy(model, make_config(model__precision="float32"))
+    for learned in (0, 5):
+        for trajectory in trajectories[:learned]:
+            trajectory.advantage = 1.0
+        with pytest.MonkeyPatch.context() as patch:  # as if another rank had something to learn
+            patch.setattr(main, "over_ranks", lambda values: [value + 1.0 for value in values])
+            bar = Bar()
+            main.policy_gradient(learner, trajectories, bar)
+        assert bar.done == len(trajectories)
+
+
+def test_a_sampler_of_another_shape_is_never_refreshed_in_part():
+    model, sampler = make_model(), make_model()
+    sampler.extra = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="shorter|longer"):
+        main.refresh_sampler(sampler, model)

@@ -40,8 +40,8 @@ WRONG = {
         "completion_mask = torch.arange(time, device=device) < lengths[:, None]",
         "completion_mask = torch.arange(time, device=device) >= time - lengths[:, None]", LOSS),
     "padding counted in T": (
-        "num_tokens = sum(len(answer.completion_ids) for answer in answers)",
-        "num_tokens = len(answers) * max(len(answer.completion_ids) for answer in answers)",
+        "own_tokens = sum(len(answer.completion_ids) for answer in answers)",
+        "own_tokens = len(answers) * max(len(answer.completion_ids) for answer in answers)",
         f"{FAMILY}[DAPO-no KL-unclipped-1-dtype0]"),
     "positions that count the padding": (
         "(attention_mask.cumsum(-1) - 1).clamp(min=0)",
@@ -93,7 +93,7 @@ WRONG = {
     "a change that is meant only where it is rewarded": ("change * A > 0", "change > 0",
                                                          f"{CHANGE}[{{}}]"),
     "a change of answers with no advantage": (
-        "learned = [answer for answer in learned if answer.advantage]", "learned = [*learned]",
+        "pushed = [answer for answer in learned if answer.advantage]", "pushed = [*learned]",
         f"{CHANGE}[{{'training__kl_beta': 0.04}}]"),
     "a gap that is chance": ("abs(total) - 4 * math.sqrt(squares)", "abs(total)", GAP),
     "a gap of one sign": ("abs(total) - 4", "total - 4", GAP),
