@@ -17,7 +17,7 @@ brings it back:
     nearly never solved                                                        scale_rewards
   - dividing by each answer's length, which favours long wrong answers         loss_normalizer
   - the ratio to the policy before the batch's first update, and its clipping: with one update
-    the ratio is always 1                                             updates_per_batch, clip
+    (mu = 1) the ratio is always 1                                    updates_per_batch, clip
   - the KL penalty: it needs a second model, and rewards computed from the answer leave no reward
     model to fool                                                              kl_beta
 With `learning_type: sil` step 4 becomes self-imitation: the k best of n answers get advantage 1 if
@@ -34,7 +34,7 @@ unread: settings, ranks, checkpoints, signals, and for the algorithm these funct
   states_before, project       the state from which each token is predicted; and its logits,
   in_chunks                    which never exist for all tokens at once
   make_micro_batches           answers of similar length, as many together as fit
-  hand_to_answers              a tensor of all their tokens, (tokens,), cut up among the answers
+  hand_to_answers              a tensor of all their tokens, (tokens,), detached, each its part
   over_ranks, random_stream    sums over ranks; random numbers as a function of seed, step, rank
 Functions that say "Collective" meet the other ranks: all have to call them, in the same order.
 """
@@ -195,7 +195,7 @@ def compute_advantages(group: list[Trajectory], training: TrainingSettings,
         k, _ = training.k_best_of_n
         best = sorted(group, key=lambda answer: (answer.reward, stream.random()), reverse=True)[:k]
         for answer in best:
-            answer.advantage = float(answer.reward > 0)  # nothing that earned nothing is imitated
+            answer.advantage = float(answer.reward > 0)  # else it has earned nothing
         return best
     if max(rewards) > min(rewards):  # else all stay exactly 0, whatever a mean would round to
         mean = sum(rewards) / len(rewards)
@@ -338,8 +338,8 @@ def scheduled_learning_rate(step: int, training: TrainingSettings) -> float:
 # ---------------------------------------------------------------- 7. evaluation
 
 def evaluate(run: Run) -> list[list[Trajectory]] | None:
-    """n answers to every held-out question, shared among the ranks. Rank 0 gets all of them, a
-    group for each question, the others None. Collective."""
+    """n answers to every held-out question, sampled as in training, shared among the ranks. Rank 0
+    gets all of them, a group for each question, the others None. Collective."""
     random_stream(run.config.training.seed, run.step, "evaluate")  # seeds torch, too
     n, rows = run.config.validation.best_of_n, run.validation_rows
     mine = rows[RANK::WORLD_SIZE]
@@ -351,7 +351,7 @@ def evaluate(run: Run) -> list[list[Trajectory]] | None:
     dist.gather_object(answers, gathered)
     if RANK != 0:
         return None
-    places = [divmod(i, WORLD_SIZE) for i in range(len(rows))]  # of question i: (place, rank)
+    places = [divmod(i, WORLD_SIZE) for i in range(len(rows))]  # question i: (place, rank)
     return [gathered[rank][place * n:(place + 1) * n] for place, rank in places]
 
 
@@ -407,8 +407,8 @@ def training_step(run: Run) -> dict[str, float]:
 
 def train(run: Run) -> int:
     """From where the run stands to its last step. A step ends with its evaluation, and is saved
-    after it, so that going on from there repeats nothing. Returns how many steps were not finite
-    since the last update. Collective."""
+    after it, so that going on from there repeats nothing. Returns how many of the last steps were
+    not finite, those without a signal aside. Collective."""
     training, bad_steps = run.config.training, 0
     evaluated = over_ranks([run.log.evaluated(run.step)], dist.ReduceOp.MAX) == [1]  # rank 0 knows
     if not evaluated and (run.step == 0 or run.step >= training.max_steps):  # it was cut short
@@ -426,7 +426,7 @@ def train(run: Run) -> int:
                             "training.learning_rate, and start again under another run.name")
         stop = stop_requested()  # on any rank; all of them get the same answer
         due = run.step % run.config.checkpoint.every == 0 or run.step == training.max_steps
-        if (due or stop) and not bad_steps:  # to go on from before the bad ones
+        if (due or stop) and not bad_steps:  # so a restart goes on from before them
             with run.log.phase("save"):
                 run.folder.save(run)
         if stop and run.step < training.max_steps:

@@ -16,7 +16,7 @@ MOVED = 1e-6  # nats: a token whose log pi has changed by less has not moved
 
 
 def step_metrics(run, groups: list[list], updates: list[dict], measured: dict) -> dict:
-    """Means over groups, answers or updates, of all ranks; and what else was `measured`."""
+    """Means over groups, answers or updates, of all ranks; what else was `measured`. Collective."""
     answers = [answer for group in groups for answer in group]
     rewards = [[answer.reward for answer in group] for group in groups]
     parts, solved = list(run.task.REWARD_WEIGHTS), run.task.SOLVED
@@ -87,7 +87,7 @@ def logprobs_now(run, answers: list, policy=None) -> list[tuple]:
 
 
 def sampler_metrics(run, answers: list) -> dict[str, float]:
-    """How far what these were drawn from is from what learns.
+    """How far what these were drawn from is from what learns. Collective.
 
     sampler_gap       how far -log pi of the tokens drawn is on average from their entropy, less
                       four standard errors: 0 where one is the other, and blind to symmetric noise
@@ -109,7 +109,7 @@ def sampler_metrics(run, answers: list) -> dict[str, float]:
 
 
 def change_metrics(run, learned: list) -> dict[str, float]:
-    """How log pi of the tokens learned from has changed with the updates, and whether as meant."""
+    """How log pi of the tokens learned from has changed, and whether as meant. Collective."""
     for batch, logprobs, _ in logprobs_now(run, learned):
         hand_to_answers(batch, new_logprobs=logprobs)
     pushed = [answer for answer in learned if answer.advantage]  # not for a KL term alone

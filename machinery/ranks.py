@@ -129,7 +129,7 @@ class SharedError(UserError): ...  # one that every rank raises
 
 @contextmanager
 def errors_shared():
-    """A user error on one rank becomes the same error on all of them: none is left waiting."""
+    """A user error on one rank becomes the same error on all: none is left waiting. Collective."""
     own = cause = None
     try:
         yield
@@ -141,7 +141,7 @@ def errors_shared():
         raise SharedError(next(filter(None, errors))) from cause
 
 
-def over_ranks(values: list[float], operation=dist.ReduceOp.SUM) -> list[float]:
+def over_ranks(values: list[float], operation=dist.ReduceOp.SUM) -> list[float]:  # collective
     result = torch.tensor(values, dtype=torch.float64, device=DEVICE)
     dist.all_reduce(result, operation)
     return result.tolist()
