@@ -22,7 +22,7 @@ brings it back:
     model to fool                                                              kl_beta
 With `learning_type: sil` step 4 becomes self-imitation: the k best of n answers get advantage 1 if
 their reward is above 0 (so a wrong one too, where form alone earns something) and are all that is
-learned from. With `mask_truncated` an answer that was cut off counts in its group's mean alone.
+learned from. With `mask_truncated` an answer that was cut off counts, but has no gradient.
 
     torchrun --nproc-per-node=4 main.py                     four GPUs, or four processes on a CPU
     python main.py training.max_steps=20 training.seed=1    one rank; any key of config.yaml
@@ -228,7 +228,7 @@ class Policy(nn.Module):
         logits = project(self.model, states)  # (tokens, vocabulary), in float32 at least
         log_pi = (logits / self.temperature).log_softmax(-1)  # at which answers are sampled
         with torch.no_grad():
-            entropies = -log_pi.exp().mul_(log_pi).sum(-1)  # in place: it is the largest tensor
+            entropies = -log_pi.exp().mul_(log_pi).sum(-1)  # in place: such tensors are large
         return log_pi.gather(-1, tokens[:, None])[:, 0], entropies
 
 
@@ -250,7 +250,7 @@ def policy_loss(logprobs: torch.Tensor, batch: list[Trajectory], B: int, T: int,
     A = A.repeat_interleave(lengths)  # (answers,) -> (tokens,)
     watched = {}
     if training.updates_per_batch == 1:
-        gains = A * logprobs  # the gradient of rho A where rho is 1; another value
+        gains = A * logprobs  # the same gradient as rho A, as rho is 1, if not the same value
     else:
         rho = (logprobs - torch.cat([answer.old_logprobs for answer in batch])).exp()
         gains = rho * A
@@ -281,8 +281,8 @@ def learned_from(answers: list[Trajectory], training: TrainingSettings) -> list[
 
 
 def policy_gradient(run: Run, answers: list[Trajectory], bar) -> dict[str, float]:
-    """Leaves the gradient of the batch of all ranks in the parameters of every rank, clipped; none
-    where no rank has anything to learn. Returns what it was like, over all ranks. Collective."""
+    """If any rank has something to learn, leaves the gradient of the batch of all ranks, clipped,
+    in the parameters of every rank. Returns what it was like, over all ranks. Collective."""
     policy, training = run.policy, run.config.training
     learned = learned_from(answers, training)  # the others are not run, and cost nothing
     bar.update(len(answers) - len(learned))
@@ -309,7 +309,7 @@ def policy_gradient(run: Run, answers: list[Trajectory], bar) -> dict[str, float
                 hand_to_answers(batch, old_logprobs=logprobs)
             loss, watched = policy_loss(logprobs, batch, B, int(T), training)
             if not learned:
-                loss = 0 * logprobs.sum()  # where rho overflows, 0 * loss would be nan
+                loss = 0 * logprobs.sum()  # and not 0 * loss: nan, if rho overflows
             (loss * WORLD_SIZE).backward()  # DDP takes the mean over ranks, the formula the sum
         watched |= {"loss": loss, "entropy": entropies.sum(), "tokens": len(logprobs)}
         with torch.no_grad():
@@ -390,7 +390,7 @@ def training_step(run: Run) -> dict[str, float]:
         if step == 1:
             measured |= sampler_metrics(run, answers)
         for _ in range(training.updates_per_batch):  # mu
-            # `policy_loss`, inside of                                               5.
+            # `policy_loss` is called inside of                                      5.
             updates.append(policy_gradient(run, counted, bar))                     # 6.
             if not updates[-1]["updated"]:  # on every rank, or on none
                 break
@@ -411,7 +411,7 @@ def train(run: Run) -> int:
     not finite, those without a signal aside. Collective."""
     training, bad_steps = run.config.training, 0
     evaluated = over_ranks([run.log.evaluated(run.step)], dist.ReduceOp.MAX) == [1]  # rank 0 knows
-    if not evaluated and (run.step == 0 or run.step >= training.max_steps):  # it was cut short
+    if not evaluated and (run.step == 0 or run.step >= training.max_steps):  # lost at the end
         evaluation_step(run)
     stop_requested = stop_signals()  # SIGTERM, SIGINT and SIGHUP wait for the end of a step
     while run.step < training.max_steps:
@@ -426,7 +426,7 @@ def train(run: Run) -> int:
                             "training.learning_rate, and start again under another run.name")
         stop = stop_requested()  # on any rank; all of them get the same answer
         due = run.step % run.config.checkpoint.every == 0 or run.step == training.max_steps
-        if (due or stop) and not bad_steps:  # so a restart goes on from before them
+        if (due or stop) and not bad_steps:  # else a restart goes on from before them
             with run.log.phase("save"):
                 run.folder.save(run)
         if stop and run.step < training.max_steps:
