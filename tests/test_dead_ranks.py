@@ -103,15 +103,17 @@ def test_a_rank_is_missed_also_where_a_child_of_its_lives_on(tmp_path):
 
 
 @pytest.mark.soak
-def test_under_torchrun_all_start_again_and_end_as_if_nothing_had_been(tmp_path):
-    """Where torchrun alone could only kill the sleepers, after half a minute."""
-    expected = uninterrupted(3, tmp_path / "whole", *STEPS)
-    result = torchrun(3, __file__, tmp_path, *SMALL, *STEPS, f"run.dir={tmp_path / 'killed'}",
-                      torchrun_options=["--max-restarts=1"])
+@pytest.mark.parametrize(("num_ranks", "dead"), [(2, 1), (3, 0), (4, 2)])
+def test_under_torchrun_all_start_again_and_end_as_if_nothing_had_been(num_ranks, dead, tmp_path):
+    """Where torchrun alone would kill the sleepers, here after ten minutes."""
+    expected = uninterrupted(num_ranks, tmp_path / "whole", *STEPS)
+    result = torchrun(num_ranks, __file__, dead, tmp_path, *SMALL, *STEPS,
+                      f"run.dir={tmp_path / 'killed'}", torchrun_options=["--max-restarts=1"],
+                      TORCH_ELASTIC_SHUTDOWN_TIMEOUT="600")
     assert result.returncode == 0, result.stderr
-    assert result.stderr.count("rank 0 has left: all ranks end\n") == 1
+    assert result.stderr.count(f"rank {dead} has left: all ranks end\n") == 1
     died, begun = (float((tmp_path / name).read_text()) for name in ("died", "begun"))
-    assert begun - died < 20  # importing PyTorch included
+    assert begun - died < 300  # importing PyTorch included, on a busy machine
     assert outcome(tmp_path / "killed" / "a") == expected
 
 
@@ -171,10 +173,10 @@ def test_a_mistake_of_our_own_on_one_rank_is_shown_and_the_others_end(tmp_path):
 if __name__ == "__main__":
     from pathlib import Path
 
-    folder, *arguments = sys.argv[1:]
+    dead, folder, *arguments = sys.argv[1:]
     folder = Path(folder)
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        run_and_die("scoring", 0, True, folder, arguments)
+        run_and_die("scoring", int(dead), True, folder, arguments)
     (folder / "begun").write_text(str(time.time()))
     logger.Logger._draw_curves = draw_nothing
     run_main(*arguments)
