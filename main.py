@@ -411,7 +411,7 @@ def train(run: Run) -> int:
     not finite, those without a signal aside. Collective."""
     training, bad_steps = run.config.training, 0
     evaluated = over_ranks([run.log.evaluated(run.step)], dist.ReduceOp.MAX) == [1]  # rank 0 knows
-    if not evaluated and (run.step == 0 or run.step >= training.max_steps):  # lost at the end
+    if not evaluated and (run.step == 0 or run.step >= training.max_steps):  # none yet, or cut off
         evaluation_step(run)
     dist.barrier()  # or a signal might end rank 0, still saving best/, and no other
     stop_requested = stop_signals()  # SIGTERM, SIGINT and SIGHUP wait for the end of a step
