@@ -171,11 +171,11 @@ class Logger:
         if step == 1:
             self._look_at(metrics)
         if "save" in self.seconds and not self.has_weighed_saving:
-            self.has_weighed_saving = True
-            if (saving := self.seconds["save"]) > self.config.checkpoint.every * seconds / 5:
-                rarer = math.ceil(20 * saving / seconds)
+            self.has_weighed_saving, saving = True, self.seconds["save"]
+            if saving > self.config.checkpoint.every * seconds / 5:
                 print(_block(ADVICE["slow_saving"].format(
-                    **dict(self.config), saving=saving, step=seconds, rarer=rarer), "  "))
+                    **dict(self.config), saving=saving, step=seconds,
+                    rarer=math.ceil(20 * saving / seconds)), "  "))
         if time.time() - self.drawn > SECONDS_BETWEEN_DRAWINGS:
             self._draw_curves()
 
@@ -239,15 +239,8 @@ class Logger:
         """`bad_steps`: so many were not finite since the last update."""
         if RANK != 0:
             return
-        evaluations = {entry["step"]: entry for entry in self.history if "eval/solved" in entry}
-        first, last = evaluations.get(0), self.history[-1]  # the first may have been cut off
-        # A run that branched off has the other's history, but a best/ of its own, once evaluated.
-        folder = self.path / "best"
-        kept = folder.exists() and re.match(r"best-(\d+)", folder.resolve().name)
-        best = evaluations.get(int(kept[1]), {"step": int(kept[1])}) if kept else None
-        summary = {"run": self.path.name, "folder": str(self.path), "steps": last["step"],
-                   "seconds": round(time.time() - self.started, 1),
-                   "first": first, "last": last, "best": best}
+        summary, folder = self._summary(), self.path / "best"
+        first, last, best = (summary[name] for name in ("first", "last", "best"))
         with self.folder.writing():
             (self.path / "summary.json").write_text(json.dumps(summary) + "\n")
         rose = [f"{name} " + (f"{first[f'eval/{key}']:.3f}" if first else "unknown")
@@ -275,6 +268,17 @@ class Logger:
         self._end_mlflow("FINISHED")
         if not self.is_terminal:
             print(json.dumps(summary))
+
+    def _summary(self) -> dict:
+        evaluations = {entry["step"]: entry for entry in self.history if "eval/solved" in entry}
+        # A run that branched off has the other's history, but a best/ of its own, once evaluated.
+        folder, last = self.path / "best", self.history[-1]
+        kept = folder.exists() and re.match(r"best-(\d+)", folder.resolve().name)
+        best = evaluations.get(int(kept[1]), {"step": int(kept[1])}) if kept else None
+        return {"run": self.path.name, "folder": str(self.path), "steps": last["step"],
+                "seconds": round(time.time() - self.started, 1),
+                "first": evaluations.get(0),  # None where it was cut off
+                "last": last, "best": best}
 
     def card(self, folder: Path, step: int, metrics: dict, prompt: str) -> None:
         """README.md of a model: what it came from, how, how well it does and how to use it."""

@@ -83,10 +83,6 @@ class Trajectory:
     new_logprobs: torch.Tensor | None = None        # (tokens,) after its last, where measured
     reference_logprobs: torch.Tensor | None = None  # (tokens,) of the model as it was loaded
 
-    @property
-    def length(self) -> int:
-        return len(self.prompt_ids) + len(self.completion_ids)
-
 
 @dataclass
 class Run:
@@ -327,6 +323,18 @@ def policy_gradient(run: Run, answers: list[Trajectory], bar) -> dict[str, float
             "updated": int(finite), "non_finite": int(not finite)}
 
 
+def learn(run: Run, answers: list[Trajectory], bar) -> list[dict[str, float]]:
+    """mu updates on the same answers, and what each was like. Collective."""
+    updates = []
+    for _ in range(run.config.training.updates_per_batch):  # mu
+        updates.append(policy_gradient(run, answers, bar))
+        if not updates[-1]["updated"]:  # on every rank, or on none
+            break
+        run.optimizer.step()
+    refresh_sampler(run.sampler, run.model)
+    return updates
+
+
 def scheduled_learning_rate(step: int, training: TrainingSettings) -> float:
     """Linear warm-up, then constant, or a linear decay to 0 over `decay_steps`."""
     factor = min(1.0, step / max(1, training.warmup_steps))
@@ -385,17 +393,9 @@ def training_step(run: Run) -> dict[str, float]:
                for answer in compute_advantages(group, training, stream)]          # 4.
     run.optimizer.param_groups[0]["lr"] = scheduled_learning_rate(step, training)
     evaluating = step % config.validation.every == 0 or step == training.max_steps
-    updates, measured = [], {}
     with run.log.phase("learn", len(counted) * training.updates_per_batch) as bar:
-        if step == 1:
-            measured |= sampler_metrics(run, answers)
-        for _ in range(training.updates_per_batch):  # mu
-            # `policy_loss` is called inside of                                      5.
-            updates.append(policy_gradient(run, counted, bar))                     # 6.
-            if not updates[-1]["updated"]:  # on every rank, or on none
-                break
-            run.optimizer.step()
-        refresh_sampler(run.sampler, run.model)
+        measured = sampler_metrics(run, answers) if step == 1 else {}
+        updates = learn(run, counted, bar)                                         # 5. 6.
         if step == 1 or evaluating:
             measured |= change_metrics(run, learned_from(counted, training))
     run.step = step

@@ -177,6 +177,12 @@ def body_and_head(model) -> tuple[int, int]:
             head)
 
 
+def span(trajectory) -> tuple[int, int]:
+    """Where an answer begins behind its prompt, and where it ends."""
+    first = len(trajectory.prompt_ids)
+    return first, first + len(trajectory.completion_ids)
+
+
 def learning_flops(model, trajectories) -> float:
     """Forward and backward over what there is to learn from, each prompt read once: no padding,
     nothing computed twice."""
@@ -185,7 +191,7 @@ def learning_flops(model, trajectories) -> float:
     learned = [trajectory for trajectory in trajectories if trajectory.advantage != 0]
     prompts = {tuple(trajectory.prompt_ids) for trajectory in learned}
     spans = ([(0, len(prompt)) for prompt in prompts]
-             + [(len(t.prompt_ids), t.length) for t in learned])
+             + [span(trajectory) for trajectory in learned])
     tokens = sum(last - first for first, last in spans)
     attended = sum((last * (last + 1) - first * (first + 1)) / 2 for first, last in spans)
     return 3 * (2 * body * tokens + 2 * head * sum(len(t.completion_ids) for t in learned)
@@ -204,8 +210,8 @@ def sampling_floors(model, trajectories, max_rows: int) -> tuple[float, float]:
     calls = [trajectories[i:i + max_rows] for i in range(0, len(trajectories), max_rows)]
     steps = sum(max(len(t.completion_ids) for t in call) for call in calls)
     tokens = sum(len(t.completion_ids) for t in trajectories)
-    attended = sum((t.length * (t.length + 1) - len(t.prompt_ids) * (len(t.prompt_ids) + 1)) / 2
-                   for t in trajectories)
+    attended = sum((last * (last + 1) - first * (first + 1)) / 2
+                   for first, last in map(span, trajectories))
     return (steps * (body + head) * size + attended * cache_bytes,
             2 * (body + head) * tokens
             + 4 * config.hidden_size * config.num_hidden_layers * attended)

@@ -7,8 +7,8 @@
     .venv/bin/python examples/one_step.py --all 20
         no page, but the same numbers averaged over 20 questions, as one line of JSON
 
-main.py is used as a library here: `prepare` makes what its functions share, `one_step` is its
-`training_step` for one group. The page is one_step_page.html with the numbers put in.
+main.py is used as a library here: `one_step` is its `training_step` for one group. The page is
+one_step_page.html with the numbers put in.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import itertools
 import json
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean, stdev
 from types import SimpleNamespace
@@ -37,25 +38,16 @@ MOST_BYTES = 300_000  # of a page
 NO_BAR = tqdm(disable=True)
 
 
-def prepare(config) -> SimpleNamespace:
-    """What main.py's functions share, without the folder, the evaluation and the log of a run."""
-    task = main.load_task(config)
-    model, tokenizer = main.load_model(config)
-    rows, _ = main.load_questions(task, tokenizer, config, lambda text: None)
-    main.check_lengths(rows, model, task, tokenizer, config)
-    policy = main.DistributedDataParallel(main.Policy(model, config), gradient_as_bucket_view=True)
-    training = config.training
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, betas=training.adam_betas,
-                                  weight_decay=training.weight_decay)
-    main.warm_up(policy, optimizer)  # with which weights would decay, were the rate not 0
-    optimizer.param_groups[0]["lr"] = training.learning_rate
-    reference = main.make_reference(main.Policy, model, config) if training.kl_beta else None
-    return SimpleNamespace(config=config, task=task, tokenizer=tokenizer, rows=rows, model=model,
-                           policy=policy, optimizer=optimizer, reference=reference,
-                           sampler=main.make_sampler(model, tokenizer, config))
+def prepare(config) -> main.Run:
+    """What main.py's functions share, without the folder and the log of a run."""
+    folder = SimpleNamespace(restore=lambda model, optimizer: (0, (0.0, 0.0)))
+    log = SimpleNamespace(phase=lambda name: nullcontext(), say=lambda text: None)
+    run = main.prepare(config, folder, log)
+    run.optimizer.param_groups[0]["lr"] = config.training.learning_rate
+    return run
 
 
-def sampled(run: SimpleNamespace, rows: list[dict], step: int) -> list[tuple[list, list]]:
+def sampled(run: main.Run, rows: list[dict], step: int) -> list[tuple[list, list]]:
     """For each row its group of answers, and those of them that count in B. They are drawn with the
     random numbers of that step of training, so what differs later differs because of an update."""
     training = run.config.training
@@ -66,12 +58,12 @@ def sampled(run: SimpleNamespace, rows: list[dict], step: int) -> list[tuple[lis
     return [(group, main.compute_advantages(group, training, stream)) for group in groups]
 
 
-def groups_with_signal(run: SimpleNamespace, row: dict | None):
+def groups_with_signal(run: main.Run, row: dict | None):
     """Those to learn from, as training would meet them, or of one question asked again and again:
     the answers, those of them that count in B, and where they stand (rows, step, place)."""
     training, barren = run.config.training, 0
     for step in itertools.count(1):
-        rows = [row] if row else main.questions(run.rows, step, run.config)
+        rows = [row] if row else main.questions(run.training_rows, step, run.config)
         for place, (answers, chosen) in enumerate(sampled(run, rows, step)):
             barren += 1
             if any(answer.advantage for answer in main.learned_from(chosen, training)):
@@ -83,7 +75,7 @@ def groups_with_signal(run: SimpleNamespace, row: dict | None):
                     "be learned from that; ask something easier or harder, or another model")
 
 
-def look(run: SimpleNamespace, answers: list, name: str) -> None:
+def look(run: main.Run, answers: list, name: str) -> None:
     """Log-probabilities and entropies of all tokens as they are now: also those of answers that
     equal the mean, which nothing is learned from, but which move with the others."""
     for batch, logprobs, entropies in logprobs_now(run, answers):
@@ -92,13 +84,10 @@ def look(run: SimpleNamespace, answers: list, name: str) -> None:
         main.hand_to_answers(batch, **{name: logprobs, f"{name}_entropies": entropies})
 
 
-def one_step(run: SimpleNamespace, answers: list, chosen: list) -> dict[str, float]:
+def one_step(run: main.Run, answers: list, chosen: list) -> dict[str, float]:
     """One update on a group, and what it did to each token: `before` and `after` in the answers."""
     look(run, answers, "before")
-    for _ in range(run.config.training.updates_per_batch):
-        if main.policy_gradient(run, chosen, NO_BAR)["updated"]:
-            run.optimizer.step()
-    main.refresh_sampler(run.sampler, run.model)
+    main.learn(run, chosen, NO_BAR)
     look(run, answers, "after")
     return main.change_metrics(run, main.learned_from(chosen, run.config.training))
 
@@ -118,13 +107,13 @@ def texts_of_tokens(tokenizer, ids: list[int]) -> list[str]:
     return texts
 
 
-def verdict(run: SimpleNamespace, answer) -> str:
+def verdict(run: main.Run, answer) -> str:
     said = (ask.verdict(answer) if run.config.task.name == "countdown"
             else f"{run.task.SOLVED} {answer.parts[run.task.SOLVED]:.2f}")
     return shortened(visible(said), 100)
 
 
-def shown_answer(run: SimpleNamespace, answer, most: int) -> dict:
+def shown_answer(run: main.Run, answer, most: int) -> dict:
     """An answer for the page, with at most so many of its tokens."""
     learned = answer.new_logprobs is not None and answer.advantage != 0
     moved = (change := answer.after - answer.before).abs() > MOVED  # (tokens,)
@@ -143,7 +132,7 @@ def shown_answer(run: SimpleNamespace, answer, most: int) -> dict:
             "tokens": tokens, "learned": learned}
 
 
-def again(run: SimpleNamespace, title: str, answers: list, most: int) -> dict:
+def again(run: main.Run, title: str, answers: list, most: int) -> dict:
     """The same question answered by the model at another time, for a column of the page."""
     right = sum(answer.parts[run.task.SOLVED] >= 1 for answer in answers)
     return {"title": f"{title}: {right} of {len(answers)} right", "answers": [
@@ -151,7 +140,7 @@ def again(run: SimpleNamespace, title: str, answers: list, most: int) -> dict:
          "verdict": verdict(run, answer)} for answer in answers[:4]]}
 
 
-def page(run: SimpleNamespace, answers: list, numbers: dict, columns: list, settings: str) -> str:
+def page(run: main.Run, answers: list, numbers: dict, columns: list, settings: str) -> str:
     """one_step_page.html with the numbers put in, as JSON in which nothing can end the script that
     holds it. Where the answers are long, as many of their tokens as MOST_BYTES allow."""
     template = (Path(__file__).parent / "one_step_page.html").read_text(encoding="utf-8")
@@ -171,7 +160,7 @@ def page(run: SimpleNamespace, answers: list, numbers: dict, columns: list, sett
             raise UserError(f"{len(answers)} answers are too many for a page: see k_best_of_n")
 
 
-def write_page(run: SimpleNamespace, row: dict | None, trained: Path | None, out: Path) -> None:
+def write_page(run: main.Run, row: dict | None, trained: Path | None, out: Path) -> None:
     config = run.config
     answers, chosen, (rows, step, place) = next(groups_with_signal(run, row))
     numbers = one_step(run, answers, chosen)
@@ -193,7 +182,7 @@ def write_page(run: SimpleNamespace, row: dict | None, trained: Path | None, out
     print(f"{out} has every token of it: open it in a browser")
 
 
-def average(run: SimpleNamespace, num_groups: int) -> dict:
+def average(run: main.Run, num_groups: int) -> dict:
     """The numbers of as many groups, each from the model as it was loaded; mean and spread."""
     weights, moments = (copy.deepcopy(each.state_dict()) for each in (run.model, run.optimizer))
     found = []

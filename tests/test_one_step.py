@@ -69,7 +69,7 @@ def with_answers(folder, **keys):
     """What `prepare` makes of a model, and made-up answers, of ragged lengths, the shortest a
     single token; every third is cut off. And those of them that count in B."""
     run = one_step.prepare(make_config(**{**FEW, **keys}, model__name=str(folder)))
-    stream, row = random.Random(0), run.rows[0]
+    stream, row = random.Random(0), run.training_rows[0]
     prompt = main.encode_prompt(row, run.task, run.tokenizer, run.config)
     completions = [[stream.randrange(len(run.tokenizer)) for _ in range(1 + 2 * i)]
                    for i in range(len(REWARDS))]
