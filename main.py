@@ -14,15 +14,16 @@ The algorithm, once per step:
 That is Dr. GRPO. What it leaves out of GRPO as first published, and the key of `training` that
 brings it back:
   - dividing by the group's standard deviation, which favours questions that are nearly always or
-    nearly never solved                                                        scale_rewards
+    nearly never solved (or by its mean, which favours the hardest: MaxRL)     scale_rewards
   - dividing by each answer's length, which favours long wrong answers         loss_normalizer
   - the ratio to the policy before the batch's first update, and its clipping: with one update
-    (mu = 1) the ratio is always 1                                    updates_per_batch, clip
+    (mu = 1) the ratio is always 1                             updates_per_batch, clip, ratio
   - the KL penalty: it needs a second model, and rewards computed from the answer leave no reward
-    model to fool                                                              kl_beta
+    model to fool                                                              kl_beta, kl_in
 With `learning_type: sil` step 4 becomes self-imitation: the k best of n answers get advantage 1 if
 their reward is above 0 (so a wrong one too, where form alone earns something) and are all that is
-learned from. With `mask_truncated` an answer that was cut off counts, but has no gradient.
+learned from. With `mask_truncated` an answer that was cut off counts, but has no gradient; with
+`refill` other questions take the place of those that teach nothing (DAPO).
 
     torchrun --nproc-per-node=4 main.py                     four GPUs, or four processes on a CPU
     python main.py training.max_steps=20 training.seed=1    one rank; any key of config.yaml
@@ -180,6 +181,23 @@ def score(answers: list[Trajectory], task, bar) -> None:
         bar.update(1)
 
 
+def refill(run: Run, groups: list[list[Trajectory]], step: int, bar) -> tuple[list, list]:
+    """With other questions' groups in place of those whose answers are all alike in SOLVED (not in
+    reward: form alone is worth no question), after up to `training.refill` rounds; and the groups
+    replaced. What a round draws is a function of (seed, step, rank, round)."""
+    G, solved, replaced = run.config.training.k_best_of_n[1], run.task.SOLVED, []
+    for number in range(run.config.training.refill):
+        alike = [i for i, group in enumerate(groups)
+                 if len({answer.parts[solved] for answer in group}) == 1]
+        stream = random_stream(run.config.training.seed, step, f"refill {number}")
+        answers = sample(run, [stream.choice(run.training_rows) for _ in alike], G, bar)
+        score(answers, run.task, bar)
+        replaced += [groups[i] for i in alike]
+        new = {i: answers[place * G:(place + 1) * G] for place, i in enumerate(alike)}
+        groups = [new.get(i, group) for i, group in enumerate(groups)]
+    return groups, replaced
+
+
 # ---------------------------------------------------------------- 4. advantages
 
 def compute_advantages(group: list[Trajectory], training: TrainingSettings,
@@ -195,7 +213,8 @@ def compute_advantages(group: list[Trajectory], training: TrainingSettings,
         return best
     if max(rewards) > min(rewards):  # else all stay exactly 0, whatever a mean would round to
         mean = sum(rewards) / len(rewards)
-        scale = stdev(rewards) + 1e-4 if training.scale_rewards == "group" else 1.0
+        scale = {"none": 1.0, "group": stdev(rewards) + 1e-4,
+                 "mean": abs(mean) or math.inf}[training.scale_rewards]
         for answer in group:
             answer.advantage = (answer.reward - mean) / scale
     return group
@@ -230,41 +249,50 @@ class Policy(nn.Module):
 
 def policy_loss(logprobs: torch.Tensor, batch: list[Trajectory], B: int, T: int,
                 training: TrainingSettings) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """-sum_i sum_j sum_t (gain_ij[t] - beta KL_ij[t]) / Z over the answers of a micro-batch, and
-    what to watch besides. The gain is
+    """-sum_i sum_j sum_t gain_ij[t] / Z over the answers of a micro-batch, and what to watch
+    besides. With one update per batch, or with several, the gain is
 
-        A_ij log pi                                          with one update per batch,
-        min(rho A_ij, clip(rho, 1 - low, 1 + high) A_ij)     with several,
+        A log pi     or     min(rho A, clip(rho, 1 - low, 1 + high) A)
 
-    where rho is pi(a_ij[t] | q_i, a_ij[<t]) over what it was before the first of them. The batch of
-    all ranks has B answers, of T tokens in all. Every tensor is (tokens,), answer after answer.
+    where rho is pi(a_ij[t] | q_i, a_ij[<t]) over what it was before the first of them. With a KL
+    term, A_ij + beta log(pi_ref / pi), held constant, takes the place of A_ij. The batch of all
+    ranks has B answers, of T tokens in all. Every tensor is (tokens,), answer after answer.
 
     A sum, whose normaliser Z is settled before the first micro-batch: how answers are split into
     micro-batches, ordered or shared among ranks changes it only by rounding."""
     lengths = torch.tensor([len(answer.completion_ids) for answer in batch], device=logprobs.device)
     A = logprobs.new_tensor([answer.advantage for answer in batch])
     A = A.repeat_interleave(lengths)  # (answers,) -> (tokens,)
-    watched = {}
+    watched, penalty = {}, 0.0
+    if beta := training.kl_beta:
+        d = torch.cat([answer.reference_logprobs for answer in batch]) - logprobs
+        kl = torch.expm1(d) - d  # the estimator k3 of KL(pi || pi_ref): never negative
+        watched["kl"] = kl.sum()
+        if training.kl_in == "reward":
+            A = A + beta * d.detach()  # a part of each token's reward: on average KL's own gradient
+        else:
+            penalty = beta * kl  # GRPO as published: its gradient is that of KL(pi_ref || pi)
     if training.updates_per_batch == 1:
         gains = A * logprobs  # the same gradient as rho A, as rho is 1, if not the same value
     else:
-        rho = (logprobs - torch.cat([answer.old_logprobs for answer in batch])).exp()
-        gains = rho * A
+        change = logprobs - torch.cat([answer.old_logprobs for answer in batch])
+        if training.ratio == "sequence":  # GSPO: the geometric mean over an answer's tokens
+            parts = change.split(lengths.tolist())
+            change = torch.cat([part.mean().expand_as(part) for part in parts])
+        rho = change.exp()
+        low, high = training.clip or (math.inf, math.inf)
+        if training.ratio == "cispo":  # a weight, held constant, with an upper bound alone
+            gains, clipped = rho.detach().clamp(max=1 + high) * A * logprobs, rho > 1 + high
+        else:
+            gains = torch.minimum(rho * A, rho.clamp(1 - low, 1 + high) * A)
+            clipped = gains < rho * A
         if training.clip:
-            low, high = training.clip
-            clipped = rho.clamp(1 - low, 1 + high) * A
-            watched["clipped"] = (clipped < gains).sum()
-            gains = torch.minimum(gains, clipped)
-    if beta := training.kl_beta:
-        d = torch.cat([answer.reference_logprobs for answer in batch]) - logprobs
-        kl = torch.expm1(d) - d  # the estimator k3 of KL: never negative
-        watched["kl"] = kl.sum()
-        gains = gains - beta * kl
+            watched["clipped"] = clipped.sum()
     L, own_length = training.max_new_gen_tokens, lengths.repeat_interleave(lengths)  # (tokens,)
     Z = {"max_length": B * L,          # Dr. GRPO
          "tokens": T,                  # DAPO
          "sequence": B * own_length}   # GRPO
-    return -(gains / Z[training.loss_normalizer]).sum(), watched
+    return -((gains - penalty) / Z[training.loss_normalizer]).sum(), watched
 
 
 # ---------------------------------------------------------------- 6. its gradient
@@ -286,8 +314,8 @@ def policy_gradient(run: Run, answers: list[Trajectory], bar) -> dict[str, float
     num_learned, T = over_ranks([len(learned), own_tokens])  # their sums
     B = len(answers) * WORLD_SIZE  # what is not run counts too, here and in T
     if num_learned == 0:
-        nothing = {"loss": 0.0, "entropy": math.nan, "grad_norm": math.nan}
-        return {**nothing, "updated": 0, "non_finite": 0}
+        return {"loss": 0.0, "entropy": math.nan, "grad_norm": math.nan, "learned": 0,
+                "updated": 0, "non_finite": 0}
     policy.train()
     policy.zero_grad(set_to_none=False)  # None would allocate them again, beside DDP's buckets
     totals = {}
@@ -314,12 +342,11 @@ def policy_gradient(run: Run, answers: list[Trajectory], bar) -> dict[str, float
         bar.update(len(batch) if learned else 0)
     limit = training.max_grad_norm or math.inf
     grad_norm = float(nn.utils.clip_grad_norm_(policy.parameters(), limit))
-    sums = over_ranks([float(total) for total in totals.values()])
-    totals = dict(zip(totals, sums, strict=True))
+    totals = dict(zip(totals, over_ranks([float(total) for total in totals.values()])))
     loss, learned_tokens = totals.pop("loss"), totals.pop("tokens")
     means = {name: total / learned_tokens for name, total in totals.items()}
     finite = math.isfinite(grad_norm) and math.isfinite(loss)  # on every rank, or on none
-    return {"loss": loss, **means, "grad_norm": grad_norm,
+    return {"loss": loss, **means, "grad_norm": grad_norm, "learned": num_learned,
             "updated": int(finite), "non_finite": int(not finite)}
 
 
@@ -337,10 +364,9 @@ def learn(run: Run, answers: list[Trajectory], bar) -> list[dict[str, float]]:
 
 def scheduled_learning_rate(step: int, training: TrainingSettings) -> float:
     """Linear warm-up, then constant, or a linear decay to 0 over `decay_steps`."""
-    factor = min(1.0, step / max(1, training.warmup_steps))
-    if training.decay_steps is not None and step > training.warmup_steps:
-        factor = max(0.0, 1 - (step - 1 - training.warmup_steps) / training.decay_steps)
-    return training.learning_rate * factor
+    rising = step / max(1, training.warmup_steps)
+    falling = 1 - (step - 1 - training.warmup_steps) / (training.decay_steps or math.inf)
+    return training.learning_rate * max(0.0, min(1.0, rising, falling))
 
 
 # ---------------------------------------------------------------- 7. evaluation
@@ -389,7 +415,9 @@ def training_step(run: Run) -> dict[str, float]:
     with run.log.phase("score", N * G) as bar:
         score(answers, run.task, bar)                                              # 3.
     groups = [answers[i:i + G] for i in range(0, N * G, G)]
-    counted = [answer for group in groups
+    with run.log.phase("refill") as bar:
+        batch, replaced = refill(run, groups, step, bar)
+    counted = [answer for group in batch
                for answer in compute_advantages(group, training, stream)]          # 4.
     run.optimizer.param_groups[0]["lr"] = scheduled_learning_rate(step, training)
     evaluating = step % config.validation.every == 0 or step == training.max_steps
@@ -399,7 +427,7 @@ def training_step(run: Run) -> dict[str, float]:
         if step == 1 or evaluating:
             measured |= change_metrics(run, learned_from(counted, training))
     run.step = step
-    run.log.step(step, step_metrics(run, groups, updates, measured))
+    run.log.step(step, step_metrics(run, groups, batch + replaced, updates, measured))
     if evaluating:
         evaluation_step(run)                                                       # 7.
     return updates[-1]
@@ -462,8 +490,7 @@ def main(arguments: list[str]) -> None:
     with RunFolder(config) as folder, Logger(config, folder) as log:
         run = prepare(config, folder, log)
         log.start(run)
-        bad_steps = train(run)
-        log.finish(bad_steps)
+        log.finish(bad_steps=train(run))
 
 
 if __name__ == "__main__":

@@ -42,7 +42,9 @@ EXPERIMENTS = {
     "only the form pays": {"": {"task.reward_weights": "{answer: 0.0, format: 1.0}"}},
     "temperature": {"0.5": {"sampling.temperature": 0.5}},
     "questions a step": {"a quarter": {QUESTIONS: 2}},
-    "KL term": {"": {"training.kl_beta": 0.04}},
+    "KL term": {
+        "in the reward": {"training.kl_beta": 0.04},
+        "in the loss": {"training.kl_beta": 0.04, "training.kl_in": "loss"}},
 }
 NUMBERED = {name: f"{number}. {name}" for number, name in enumerate(EXPERIMENTS, start=1)}
 KEPT = ("step", "eval/solved", "eval/best_of_n", "eval/completion_length", "eval/truncated",

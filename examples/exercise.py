@@ -35,8 +35,10 @@ STAGES = {
     "loss: updates_per_batch=2, with rho": [f"{VARIANT}[Dr. GRPO-no KL-unclipped-2-dtype1]"],
     "loss: clip, with rho; to watch: 'clipped', the number of tokens whose gain it lowers":
         [f"{VARIANT}[DAPO-no KL-clipped-{updates}-dtype1]" for updates in (1, 2)],
-    "loss: kl_beta; to watch: 'kl' too, the sum of KL over the tokens":
-        [f"{VARIANT}[{name}-dtype1]" for name in ("GRPO-KL-unclipped-1", "DAPO-KL-clipped-2")]}
+    "loss: kl_beta with kl_in=reward; to watch: 'kl' too, the sum of KL over the tokens":
+        [f"{VARIANT}[{name}-dtype1]" for name in ("GRPO-KL-unclipped-1", "DAPO-KL-clipped-2")],
+    "loss: kl_in=loss": [f"{VARIANT}[GRPO-KL in the loss-{mu}-dtype1]"
+                         for mu in ("unclipped-1", "clipped-2")]}
 
 
 def copy_all_but_main(folder: Path) -> None:

@@ -23,7 +23,6 @@ from statistics import fmean, stdev
 from types import SimpleNamespace
 
 import ask  # beside this file; it puts main.py on the path
-import torch
 import transformers
 from tqdm import tqdm
 

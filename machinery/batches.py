@@ -14,8 +14,7 @@ def make_micro_batches(answers: list, budget: int) -> list[list]:
     those of similar length side by side."""
     batches: list[list] = [[]]
     for answer in sorted(answers, key=lambda answer: len(answer.completion_ids), reverse=True):
-        longest = max(len(each.prompt_ids) + len(each.completion_ids)
-                      for each in [*batches[-1], answer])
+        longest = max(len(row.prompt_ids + row.completion_ids) for row in [*batches[-1], answer])
         if batches[-1] and (len(batches[-1]) + 1) * longest > budget:
             batches.append([])
         batches[-1].append(answer)

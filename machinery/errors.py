@@ -15,6 +15,9 @@ class UserError(Exception):
     """Something the person who started the run can mend: one line, and exit code 2."""
 
 
+class SharedError(UserError): ...  # one that every rank raises
+
+
 class Stopped(Exception):
     """This signal has asked for the end, and the step in which it came is done and saved."""
 

@@ -13,8 +13,8 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from machinery.errors import Stopped, UserError, is_lost_rank, said, tell_torchrun
-from machinery.ranks import RANK, SharedError, join, leaving, over_ranks, part
+from machinery.errors import SharedError, Stopped, UserError, is_lost_rank, said, tell_torchrun
+from machinery.ranks import RANK, join, leaving, over_ranks, part
 
 SECONDS_TO_HEAR = 5  # which rank has left, from all the others that pass it on
 

@@ -15,12 +15,15 @@ from machinery.ranks import DEVICE, WORLD_SIZE, over_ranks
 MOVED = 1e-6  # nats: a token whose log pi has changed by less has not moved
 
 
-def step_metrics(run, groups: list[list], updates: list[dict], measured: dict) -> dict:
-    """Means over groups, answers or updates, of all ranks; what else was `measured`. Collective."""
+def step_metrics(run, groups: list[list], sampled: list[list], updates: list[dict],
+                 measured: dict) -> dict:
+    """Means over groups, answers or updates, of all ranks; what else was `measured`. `sampled` are
+    these groups and those of a refill. Collective."""
     answers = [answer for group in groups for answer in group]
     rewards = [[answer.reward for answer in group] for group in groups]
     parts, solved = list(run.task.REWARD_WEIGHTS), run.task.SOLVED
-    seconds = {f"seconds/{phase}": run.log.seconds[phase] for phase in ("sample", "score", "learn")}
+    seconds = {f"seconds/{phase}": run.log.seconds[phase]
+               for phase in ("sample", "score", "refill", "learn")}
     values = {
         "reward": [answer.reward for answer in answers],
         "reward_std": [pstdev(group) for group in rewards],
@@ -33,18 +36,21 @@ def step_metrics(run, groups: list[list], updates: list[dict], measured: dict) -
         "groups_without_signal": [max(group) == min(group) for group in rewards],
         "completion_length": [len(answer.completion_ids) for answer in answers],
         "truncated": [answer.truncated for answer in answers],
+        "refilled": [len(sampled) / len(groups) - 1],
+        "tokens": [sum(len(answer.completion_ids) for group in sampled for answer in group)],
         **{name: [value] for name, value in seconds.items()}}
     sums = over_ranks([fmean(each) for each in values.values()])  # of as many on each
     metrics = {name: total / WORLD_SIZE for name, total in zip(values, sums)}
-    num_tokens = metrics["completion_length"] * len(answers) * WORLD_SIZE
+    num_tokens = metrics.pop("tokens") * WORLD_SIZE
     metrics["tokens_per_second"] = num_tokens / sum(metrics[name] for name in seconds)
+    num_sampled, num_learned = (1 + metrics["refilled"]) * len(answers), updates[0]["learned"]
+    metrics["sampled_per_learned"] = num_sampled * WORLD_SIZE / max(1, num_learned)
     unit = 1 if sys.platform == "darwin" else 1024  # bytes there, kilobytes elsewhere
     peaks = ([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]
              if DEVICE.type == "cuda"
              else [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit] * 2)
-    for name, peak in zip(("memory_gb", "memory_reserved_gb"),
-                          over_ranks(peaks, dist.ReduceOp.MAX), strict=True):
-        metrics[name] = peak / 1e9
+    peaks = [peak / 1e9 for peak in over_ranks(peaks, dist.ReduceOp.MAX)]
+    metrics["memory_gb"], metrics["memory_reserved_gb"] = peaks
     metrics["learning_rate"] = run.optimizer.param_groups[0]["lr"]
     made = [update for update in updates if update["updated"]] or updates
     means = {name: fmean(update[name] for update in made) for name in made[0]}
@@ -70,28 +76,30 @@ def evaluation_metrics(groups: list[list], task) -> dict[str, float | None]:
         metrics[f"eval/{name}"] = fmean(each)
         interval = 1.96 * stdev(each) / math.sqrt(len(each)) if len(each) > 1 else None
         metrics[f"eval/{name}_ci95"] = interval
+    n, right = len(groups[0]), [sum(answer.parts[task.SOLVED] >= 1 for answer in group)
+                                for group in groups]
+    for k in sorted({n, *(2**i for i in range(n.bit_length()) if 2**i <= n)}):
+        # Of k answers drawn from these n without putting back, is one right?
+        metrics[f"eval/pass_at_{k}"] = 1 - fmean(
+            math.comb(n - each, k) / math.comb(n, k) for each in right)
     kinds = [str(group[0].row.get("group", "")) for group in groups]
     for kind in sorted(set(kinds) - {""}):
-        own = [value for value, of in zip(solved, kinds) if of == kind]
-        metrics[f"eval/solved/{kind}"] = fmean(own)
+        metrics[f"eval/solved/{kind}"] = fmean(
+            value for value, of in zip(solved, kinds) if of == kind)
     return metrics | {f"eval/{name}": fmean(each) for name, each in values.items()}
 
 
 @torch.no_grad()
 def logprobs_now(run, answers: list, policy=None) -> list[tuple]:
-    """Micro-batches, with log pi and entropy of their tokens as the weights are now, (tokens,)
-    each; of what learns, or of another `policy`."""
-    policy = policy or run.policy.module
+    """Micro-batches; and log pi and entropy of their tokens as the weights are now, (tokens,)."""
     batches = make_micro_batches(answers, run.config.training.tokens_per_micro_batch)
-    return [(batch, *policy(batch)) for batch in batches]
+    return [(batch, *(policy or run.policy.module)(batch)) for batch in batches]
 
 
 def sampler_metrics(run, answers: list) -> dict[str, float]:
-    """How far what these were drawn from is from what learns. Collective.
-
-    sampler_gap       how far -log pi of the tokens drawn is on average from their entropy, less
-                      four standard errors: 0 where one is the other, and blind to symmetric noise
-    sampler_distance  mean of |log p in the sampler - log pi|: 0 where they share their weights"""
+    """How far what these were drawn from is from what learns: how far -log pi of their tokens is on
+    average from its entropy, less four standard errors; and the mean of |log p - log pi|, which
+    also sees symmetric noise. Collective."""
     now = logprobs_now(run, answers)
     logprobs, entropies = (torch.cat(each) for each in list(zip(*now))[1:])  # (tokens,) each
     excess, distance = -logprobs - entropies, torch.zeros_like(logprobs)

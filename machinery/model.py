@@ -88,25 +88,19 @@ def frozen_copy(model, convert: Callable):
         for parameter in model.parameters()})
 
 
-def generation_settings(model, tokenizer, config: Config) -> GenerationConfig:
-    """A sampler's own: `generate` fills what is left open from the model's, and answers sampled at
-    that temperature and top_k would not be the policy's."""
-    stop_ids = {tokenizer.eos_token_id}  # chat models have several: any of them ends an answer
-    for eos in (model.config.eos_token_id, model.generation_config.eos_token_id):
-        stop_ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
-    pad = min(stop_ids) if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    return GenerationConfig(
-        do_sample=True, temperature=config.sampling.temperature, top_p=config.sampling.top_p,
-        top_k=config.sampling.top_k, eos_token_id=sorted(stop_ids), pad_token_id=pad)
-
-
 def make_sampler(model, tokenizer, config: Config):
     """What answers are drawn from: in mixed precision a bfloat16 copy, since autocast would cast
-    every weight for each token, else a twin that shares the model's weights."""
+    every weight for each token, else a twin that shares the model's weights. Its settings are its
+    own: `generate` fills what is left open from the model's, whose temperature would be another."""
     sampler = copy.copy(model)
     if config.model.precision == "mixed":
         sampler = frozen_copy(model, lambda each: each.to(HALF, copy=each.requires_grad))
-    sampler.generation_config = generation_settings(model, tokenizer, config)
+    stop_ids = {tokenizer.eos_token_id}  # chat models have several: any of them ends an answer
+    for eos in (model.config.eos_token_id, model.generation_config.eos_token_id):
+        stop_ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    sampler.generation_config = GenerationConfig(
+        do_sample=True, temperature=config.sampling.temperature, top_p=config.sampling.top_p,
+        top_k=config.sampling.top_k, eos_token_id=sorted(stop_ids), pad_token_id=min(stop_ids))
     return sampler
 
 

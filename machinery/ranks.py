@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from machinery.errors import UserError, blame, tell_torchrun
+from machinery.errors import SharedError, UserError, blame, tell_torchrun
 
 # torchrun sets these; without it this is the only rank. LOCAL_RANK picks the device, RANK the data.
 RANK = int(os.environ.get("RANK", "0"))
@@ -122,9 +122,6 @@ def _meet() -> dist.Store:
     store.wait([f"rank {rank} is here" for rank in range(WORLD_SIZE)], TIME_TO_MEET)
     store.set_timeout(TIME_TO_WAIT)
     return store
-
-
-class SharedError(UserError): ...  # one that every rank raises
 
 
 @contextmanager

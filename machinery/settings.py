@@ -55,11 +55,14 @@ class DataSettings(Section):
 
 class TrainingSettings(Section):
     learning_type: Literal["grpo", "sil"]
-    scale_rewards: Literal["none", "group"]
+    scale_rewards: Literal["none", "group", "mean"]
     loss_normalizer: Literal["max_length", "tokens", "sequence"]
     updates_per_batch: Count
     clip: tuple[Positive, Positive] | None
+    ratio: Literal["token", "sequence", "cispo"]
     kl_beta: Annotated[Number, Field(ge=0)]
+    kl_in: Literal["reward", "loss"]
+    refill: Natural
     mask_truncated: StrictBool
     num_samples_per_step: Count
     k_best_of_n: tuple[Count, Count]

@@ -3,6 +3,7 @@ made-up trajectories."""
 
 import functools
 import json
+import math
 import os
 import random
 import re
@@ -103,8 +104,9 @@ def make_trajectories(count: int, seed: int = 0, longest: int = 12) -> list:
 
 
 def plain_loss(model, trajectories: list, B: int, L: int, temperature: float, *,
-               normalizer: str = "max_length", clip=None, old: list[list[float]] | None = None,
-               beta: float = 0.0, reference: list[list[float]] | None = None,
+               normalizer: str = "max_length", clip=None, ratio: str = "token",
+               old: list[list[float]] | None = None, beta: float = 0.0, kl_in: str = "reward",
+               reference: list[list[float]] | None = None,
                mask_truncated: bool = False) -> torch.Tensor:
     """The loss as the papers write it, in plain loops, one unpadded sequence at a time. `old`,
     `reference`: log-probabilities of each token."""
@@ -115,18 +117,28 @@ def plain_loss(model, trajectories: list, B: int, L: int, temperature: float, *,
         if mask_truncated and trajectory.truncated:
             continue
         for t, logprob in enumerate(logprobs):
+            A = trajectory.advantage
+            if beta and kl_in == "reward":
+                A += beta * (reference[i][t] - logprob.item())
             if old is None:
-                gain = trajectory.advantage * logprob
+                gain = A * logprob
             else:
-                ratio = torch.exp(logprob - old[i][t])
-                gain = trajectory.advantage * ratio
+                if ratio == "sequence":  # the whole answer's, to the power of one over its length
+                    rho = torch.ones((), dtype=model.dtype)
+                    for before, now in zip(old[i], logprobs):
+                        rho = rho * torch.exp((now - before) / len(logprobs))
+                else:
+                    rho = torch.exp(logprob - old[i][t])
+                gain = A * rho
                 if clip is not None:
                     low, high = clip
-                    if trajectory.advantage > 0 and ratio > 1 + high:
-                        gain = trajectory.advantage * torch.tensor(1 + high, dtype=model.dtype)
-                    if trajectory.advantage < 0 and ratio < 1 - low:
-                        gain = trajectory.advantage * torch.tensor(1 - low, dtype=model.dtype)
-            if beta:
+                    if A > 0 and rho > 1 + high:
+                        gain = A * torch.tensor(1 + high, dtype=model.dtype)
+                    if A < 0 and rho < 1 - low:
+                        gain = A * torch.tensor(1 - low, dtype=model.dtype)
+                if ratio == "cispo":
+                    gain = min(rho.item(), math.inf if clip is None else 1 + clip[1]) * A * logprob
+            if beta and kl_in == "loss":
                 against = torch.exp(reference[i][t] - logprob)
                 gain = gain - beta * (against - torch.log(against) - 1)
             total = total + gain / {"max_length": B * L, "tokens": num_tokens,

@@ -197,9 +197,9 @@ def test_memory_is_told_as_the_tensors_need_it_and_as_it_is_held(monkeypatch, on
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 4e9)
     task = SimpleNamespace(REWARD_WEIGHTS={"right": 1.0}, SOLVED="right")
     answer = main.Trajectory({}, [], [0], "", False, {"right": 1.0}, 1.0)
-    seconds = {"sample": 1.0, "score": 1.0, "learn": 1.0}
+    seconds = {"sample": 1.0, "score": 1.0, "refill": 0.0, "learn": 1.0}
     run = SimpleNamespace(task=task, optimizer=SimpleNamespace(param_groups=[{"lr": 1.0}]),
                           log=SimpleNamespace(seconds=seconds))
-    update = {"loss": 0.0, "updated": 1, "non_finite": 0}
-    measured = main.step_metrics(run, [[answer]], [update], {})
+    update = {"loss": 0.0, "learned": 1, "updated": 1, "non_finite": 0}
+    measured = main.step_metrics(run, [[answer]], [[answer]], [update], {})
     assert (measured["memory_gb"], measured["memory_reserved_gb"]) == (3.0, 4.0)

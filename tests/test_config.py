@@ -61,7 +61,7 @@ MISTAKES = {
     "training.k_best_of_n=[0,0]": "greater than or equal to 1", "training.clip=0.2": "list",
     "training.clip=[0.2]": "list of two", "training.clip=[0,0.2]": "greater than 0",
     "training.kl_beta=-1": "greater than or equal to 0",
-    "training.scale_rewards=std": "'none' or 'group'",
+    "training.scale_rewards=std": "'none', 'group' or 'mean'",
     "training.loss_normalizer=mean": "'max_length', 'tokens' or 'sequence'",
     "training.updates_per_batch=0": "greater than or equal to 1",
     "task.reward_weights=answer": "names with numbers, like {answer: 1.0}",

@@ -28,15 +28,17 @@ pytestmark = pytest.mark.mathematics
 GRPO = {"training__loss_normalizer": "sequence"}
 PUBLISHED = {"Dr. GRPO": {}, "GRPO": GRPO, "DAPO": {"training__loss_normalizer": "tokens"}}
 KL = {"training__kl_beta": 0.04}
+KL_IN_LOSS = {**KL, "training__kl_in": "loss"}
 CLIP = {"training__clip": [0.2, 0.28]}
 MASK = {"training__mask_truncated": True}
 TWICE = {"training__updates_per_batch": 2}
+RATIOS = {"GSPO": {"training__ratio": "sequence"}, "CISPO": {"training__ratio": "cispo"}}
 
 
 @pytest.mark.parametrize("dtype", BOUND)
 @pytest.mark.parametrize("mu", [1, 2])
 @pytest.mark.parametrize("clip", [{}, CLIP], ids=["unclipped", "clipped"])
-@pytest.mark.parametrize("kl", [{}, KL], ids=["no KL", "KL"])
+@pytest.mark.parametrize("kl", [{}, KL, KL_IN_LOSS], ids=["no KL", "KL", "KL in the loss"])
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_loss_and_gradient_of_each_published_variant_equal_the_plain_formula(
         name, kl, clip, mu, dtype, one_rank):
@@ -53,6 +55,37 @@ def test_loss_and_gradient_of_each_published_variant_equal_the_plain_formula(
     assert 1e-3 < metrics.get("kl", 0.1) < 0.3 and 0.05 < metrics.get("clipped", 0.1) < 0.5
 
 
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("clip", [{}, {"training__clip": [0.1, 0.1]}, CLIP],
+                         ids=["unclipped", "closely", "clipped"])
+@pytest.mark.parametrize("kl", [{}, KL, KL_IN_LOSS], ids=["no KL", "KL", "KL in the loss"])
+@pytest.mark.parametrize("name", RATIOS)
+def test_a_second_update_with_another_ratio_equals_the_plain_formula(
+        name, kl, clip, dtype, one_rank):
+    keys = {**GRPO, **kl, **clip, **TWICE, **RATIOS[name]}
+    trajectories = make_trajectories(QUESTIONS * GROUP)
+    model = make_model(ARCHITECTURE[dtype], dtype)
+    metrics = learn(model, trajectories, **keys)
+    expected_loss, expected = reference(trajectories, ARCHITECTURE[dtype], **keys)
+    assert relative_error(gradient(model), expected) < BOUND[dtype]
+    assert metrics["loss"] == pytest.approx(expected_loss, abs=BOUND[dtype])
+    if clip:  # it does limit something
+        assert 0.02 < metrics["clipped"] < 0.9
+        other = make_model(ARCHITECTURE[dtype], dtype)
+        learn(other, trajectories, **{**keys, "training__clip": None})
+        assert relative_error(gradient(model), gradient(other)) > 1e-3
+
+
+@pytest.mark.parametrize("ratio", RATIOS.values(), ids=RATIOS)
+def test_with_one_update_a_batch_all_ratios_are_the_same(ratio, one_rank):
+    gradients = []
+    for keys in ({}, ratio):
+        model = make_model("gpt2", torch.float64)
+        learn(model, make_trajectories(QUESTIONS * GROUP), **keys, **CLIP)
+        gradients.append(gradient(model))
+    assert torch.equal(*gradients)
+
+
 def all_combinations():
     """Each with every other: what holds for the default holds for all of them."""
     for normalizer, *switches in itertools.product(PUBLISHED.values(), ({}, KL), ({}, MASK),
@@ -61,6 +94,11 @@ def all_combinations():
         for switch in switches:
             keys |= switch
         yield keys
+        if not keys.keys() & (MASK.keys() | TWICE.keys()) and KL.keys() <= keys.keys():
+            yield keys | KL_IN_LOSS
+            yield keys | KL_IN_LOSS | TWICE | CLIP
+        if TWICE.keys() | CLIP.keys() <= keys.keys() and not MASK.keys() & keys.keys():
+            yield from (keys | ratio for ratio in RATIOS.values())
 
 
 def learn_from_shares(folder, cases):
@@ -133,6 +171,19 @@ def test_scaled_advantages_are_those_of_grpo_and_still_exactly_zero_without_spre
                                    rel=1e-12)
     for size in (2, 7, 16):
         assert advantages_of([0.1] * size, training__scale_rewards="group") == [0.0] * size
+
+
+def test_advantages_over_the_mean_are_those_of_maxrl():
+    """Of rewards of 0 and 1: 1 / p - 1 for what is right, -1 for what is wrong."""
+    over_mean = {"training__scale_rewards": "mean"}
+    assert advantages_of([1.0, 0.0, 0.0, 0.0], **over_mean) == [3, -1, -1, -1]
+    assert advantages_of([1.0, 1.0, 0.0, 1.0], **over_mean) == pytest.approx([1/3, 1/3, -1, 1/3])
+    assert advantages_of([0.0] * 4, **over_mean) == [0.0] * 4
+    assert advantages_of([1.1, 0.1, 0.1, 0.1], **over_mean) == pytest.approx(
+        [0.75 / 0.35, *[-0.25 / 0.35] * 3], rel=1e-12)  # a reward for form takes the edge off
+    # it has no meaning there, but the better answer stays the better one, and 0 / 0 is 0
+    assert advantages_of([-1.0, 0.0], **over_mean) == [-1, 1]
+    assert advantages_of([-1.0, 1.0], **over_mean) == [0, 0]
 
 
 def test_sil_learns_from_the_k_best_alone_whatever_the_normaliser_counts():

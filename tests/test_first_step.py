@@ -299,11 +299,11 @@ def test_groups_are_all_or_none_solved_by_the_solved_part_and_not_by_their_rewar
         [(0, 0.0), (0, 1.0)], [(0, 1.0), (-1, 1.0)],                          # none
         [(1, 1.0), (0, 1.0)], [(0, 0.0), (1, 0.0)], [(0.5, 1.0), (0.9, 1.0)]  # some, or by halves
     ]]
-    seconds = {"sample": 1.0, "score": 1.0, "learn": 1.0}
+    seconds = {"sample": 1.0, "score": 1.0, "refill": 0.0, "learn": 1.0}
     run = SimpleNamespace(task=task, log=SimpleNamespace(seconds=seconds),
                           optimizer=SimpleNamespace(param_groups=[{"lr": 1.0}]))
-    update = {"loss": 0.0, "updated": 1, "non_finite": 0}
-    metrics = main.step_metrics(run, groups, [update], {})
+    update = {"loss": 0.0, "learned": 1, "updated": 1, "non_finite": 0}
+    metrics = main.step_metrics(run, groups, groups, [update], {})
     assert metrics["groups_all_solved"] == 3 / 8 and metrics["groups_none_solved"] == 2 / 8
     assert metrics["groups_without_signal"] == 6 / 8
 
@@ -601,7 +601,7 @@ def test_the_advice_speaks_of_keys_and_functions_that_there_are():
 def test_every_text_of_the_advice_can_be_said():
     """With the default settings filled in where it names them, and in one line."""
     config = dict(make_config())
-    phases = ("score", "read", "prepare", "sample", "learn", "evaluate", "save")
+    phases = ("score", "read", "prepare", "sample", "refill", "learn", "evaluate", "save")
     said = [look.format(name="reward/answer", **config) for *_, look in SIGNS]
     said += [ADVICE["out_of_memory"][phase].format(**config) for phase in phases]
     said += [ADVICE["out_of_range"]]

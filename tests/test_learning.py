@@ -92,7 +92,8 @@ def reference(trajectories, architecture, **overrides):
         model.zero_grad()
         loss = plain_loss(model, trajectories, QUESTIONS * GROUP, L, TEMPERATURE,
                           normalizer=training.loss_normalizer, clip=training.clip, old=old,
-                          beta=training.kl_beta, reference=against if training.kl_beta else None,
+                          ratio=training.ratio, beta=training.kl_beta, kl_in=training.kl_in,
+                          reference=against if training.kl_beta else None,
                           mask_truncated=training.mask_truncated)
         loss.backward()
     return loss.item(), gradient(model)
@@ -217,7 +218,7 @@ def test_a_step_without_signal_changes_nothing(one_rank):
     run = make_policy(model, make_config(model__precision="float32"))
     metrics = main.policy_gradient(run, trajectories, NO_BAR)
     assert math.isnan(metrics.pop("entropy")) and math.isnan(metrics.pop("grad_norm"))
-    assert metrics == {"loss": 0.0, "updated": 0, "non_finite": 0}
+    assert metrics == {"loss": 0.0, "learned": 0, "updated": 0, "non_finite": 0}
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
 

@@ -23,8 +23,8 @@ from machinery.ranks import join, part
 SHORT = ["training.max_steps=3", "training.max_new_gen_tokens=24",
          "training.num_samples_per_step=2", "training.k_best_of_n=[4,4]",
          "data.num_validation=6", "data.max_rows=200", "validation.best_of_n=2"]
-TIMES = {"tokens_per_second", "seconds/sample", "seconds/score", "seconds/learn", "memory_gb",
-         "memory_reserved_gb"}
+TIMES = {"tokens_per_second", "seconds/sample", "seconds/score", "seconds/refill", "seconds/learn",
+         "memory_gb", "memory_reserved_gb"}
 # measured of the first step, and of each that is evaluated
 CHANGE = {"moved", "moved_as_meant", "change_as_meant", "change_rewarded", "change_punished",
           "sampler_stale"}
@@ -54,13 +54,14 @@ def test_a_run_of_two_ranks_leaves_everything_it_promises(tmp_path):
         "step", "reward", "reward_std", "reward/format", "reward/format_std", "reward/answer",
         "reward/answer_std", "solved", "groups_all_solved", "groups_none_solved",
         "groups_without_signal", "completion_length", "truncated", "entropy", "grad_norm",
-        "learning_rate", "loss", "updated", "non_finite"}
+        "learning_rate", "loss", "updated", "non_finite", "learned", "refilled",
+        "sampled_per_learned"}
     assert set(entries[1]) == every_step | CHANGE | {"sampler_gap", "sampler_distance"}
     assert set(entries[2]) == set(entries[4]) == every_step | CHANGE
     assert set(entries[0]) == {
         "step", "eval/best_of_n", "eval/best_of_n_ci95", "eval/solved", "eval/solved_ci95",
         "eval/solved/3", "eval/format", "eval/answer", "eval/reward", "eval/completion_length",
-        "eval/truncated"}
+        "eval/truncated", "eval/pass_at_1", "eval/pass_at_2"}
     assert all(entry[key] > 0 for entry in entries if "reward" in entry for key in TIMES)
 
     samples = read_jsonl(folder / "samples.jsonl")
@@ -212,6 +213,9 @@ def test_best_of_n_and_mean_accuracy_by_hand():
     assert metrics == pytest.approx({
         "eval/best_of_n": 3 / 5, "eval/solved": 6 / 15, "eval/solved/3": 4 / 9,
         "eval/solved/4": 2 / 6,
+        # of one answer drawn, of two, of all three: question by question
+        "eval/pass_at_1": 6 / 15, "eval/pass_at_2": (2 / 3 + 0 + 1 + 1 + 0) / 5,
+        "eval/pass_at_3": 3 / 5,
         # 1.96 standard errors of the mean over the five questions
         "eval/best_of_n_ci95": 1.96 * (0.3 / 5) ** 0.5,
         "eval/solved_ci95":
@@ -263,17 +267,19 @@ def test_step_metrics_are_means_over_groups_and_answers(one_rank):
     trajectories = [trajectory for group in groups for trajectory in group]
     run = SimpleNamespace(task=main.load_task(make_config()), log=Kept(),
                           optimizer=SimpleNamespace(param_groups=[{"lr": 0.125}]))
-    run.log.seconds = {"sample": 1.25, "score": 0.25, "learn": 0.5, "evaluate": 9.0}
-    nothing = {"loss": 0.0, "entropy": math.nan, "grad_norm": math.nan, "updated": 0,
+    run.log.seconds = {"sample": 1.25, "score": 0.25, "refill": 0.0, "learn": 0.5, "evaluate": 9.0}
+    nothing = {"loss": 0.0, "entropy": math.nan, "grad_norm": math.nan, "learned": 0, "updated": 0,
                "non_finite": 0}
-    update = {"loss": 2.0, "entropy": 0.5, "grad_norm": 1.0, "updated": 1, "non_finite": 0}
-    bad = {"loss": math.inf, "entropy": 0.5, "grad_norm": math.nan, "updated": 0, "non_finite": 1}
+    update = {"loss": 2.0, "entropy": 0.5, "grad_norm": 1.0, "learned": 4, "updated": 1,
+              "non_finite": 0}
+    bad = {**update, "loss": math.inf, "grad_norm": math.nan, "updated": 0, "non_finite": 1}
     measured = {"sampler_gap": 0.25, "moved": math.nan}
-    metrics = main.step_metrics(run, groups, [update, {**update, "loss": 4.0}, bad], measured)
+    updates = [update, {**update, "loss": 4.0}, bad]
+    metrics = main.step_metrics(run, groups, groups, updates, measured)
     assert (metrics["loss"], metrics["updated"], metrics["non_finite"]) == (3.0, 2, 1)
     assert metrics["learning_rate"] == 0.125
     assert (metrics["sampler_gap"], metrics["moved"]) == (0.25, None)
-    without = main.step_metrics(run, groups, [nothing], {})
+    without = main.step_metrics(run, groups, groups, [nothing], {})
     assert (without["loss"], without["entropy"], without["grad_norm"]) == (0.0, None, None)
     assert metrics["reward"] == pytest.approx(2.4 / 6)
     assert metrics["reward_std"] == pytest.approx((0 + 0.5 + 0.5) / 3)

@@ -23,12 +23,13 @@ GAP = ("test_first_step.py::"
 LOSS = ("test_learning.py::test_loss_and_gradient_equal_the_plain_formula_for_any_micro_batch_size"
         "[50-dtype0]")
 FAMILY = "test_family.py::test_loss_and_gradient_of_each_published_variant_equal_the_plain_formula"
+RATIO = "test_family.py::test_a_second_update_with_another_ratio_equals_the_plain_formula"
 RANKS = "test_family.py::test_the_gradient_is_the_same_on_any_number_of_ranks[all learn]"
 SAMPLES = ("test_sampling.py::test_samples_follow_the_models_softmax_whatever_its_generation_config"
            "_says[0.6-generate]")
 # what is wrong: (what one of the sources says, what it then says, the test that notices)
 WRONG = {
-    "the sign": ("return -(gains / Z[", "return (gains / Z[", LOSS),
+    "the sign": ("return -((gains - penalty)", "return ((gains - penalty)", LOSS),
     "no temperature in the loss": ("(logits / self.temperature).log_softmax(-1)",
                                    "logits.log_softmax(-1)", LOSS),
     "no temperature in the samples": ("temperature=config.sampling.temperature, top_p",
@@ -65,12 +66,33 @@ WRONG = {
     "the mean over ranks": ("(loss * WORLD_SIZE).backward()", "loss.backward()", RANKS),
     "one rank's batch for that of all": ("B = len(answers) * WORLD_SIZE", "B = len(answers)",
                                          RANKS),
-    "clipping the wrong side": ("torch.minimum(gains, clipped)", "torch.maximum(gains, clipped)",
+    "clipping the wrong side": ("gains = torch.minimum(rho * A", "gains = torch.maximum(rho * A",
                                 f"{FAMILY}[DAPO-no KL-clipped-2-dtype0]"),
     "low and high exchanged": ("clamp(1 - low, 1 + high)", "clamp(1 - high, 1 + low)",
                                f"{FAMILY}[DAPO-no KL-clipped-2-dtype0]"),
     "rho always 1": ("if batch[0].old_logprobs is None:", "if True:",
                      f"{FAMILY}[DAPO-no KL-unclipped-2-dtype0]"),
+    "the ratio of a sum in place of a mean": (
+        "part.mean().expand_as(part)", "part.sum().expand_as(part)",
+        f"{RATIO}[GSPO-no KL-unclipped-dtype0]"),
+    "a weight that is not held constant": (
+        "rho.detach().clamp(max=1 + high) * A", "rho.clamp(max=1 + high) * A",
+        f"{RATIO}[CISPO-no KL-unclipped-dtype0]"),
+    "a weight with a lower bound": (
+        "rho.detach().clamp(max=1 + high) * A", "rho.detach().clamp(1 - low, 1 + high) * A",
+        f"{RATIO}[CISPO-no KL-clipped-dtype0]"),
+    "a KL reward that is not held constant": (
+        "A = A + beta * d.detach()", "A = A + beta * d",
+        f"{FAMILY}[GRPO-KL-unclipped-1-dtype0]"),
+    "a KL reward of the wrong sign": (
+        "A = A + beta * d.detach()", "A = A - beta * d.detach()",
+        f"{FAMILY}[GRPO-KL-unclipped-1-dtype0]"),
+    "the published KL where its own gradient is meant": (
+        "A = A + beta * d.detach()", "A = A + beta * torch.expm1(d.detach())",
+        f"{FAMILY}[GRPO-KL-unclipped-1-dtype0]"),
+    "advantages over the mean where that is 0": (
+        "abs(mean) or math.inf", "abs(mean) or 1.0",
+        "test_family.py::test_advantages_over_the_mean_are_those_of_maxrl"),
     "the KL the other way round": (
         "d = torch.cat([answer.reference_logprobs for answer in batch]) - logprobs",
         "d = logprobs - torch.cat([answer.reference_logprobs for answer in batch])",
@@ -87,7 +109,7 @@ WRONG = {
         "mean = sum(rewards) / len(rewards)", "mean = sum(rewards) / (len(rewards) - 1)",
         "test_learning.py::test_the_advantage_is_the_reward_less_the_mean_of_its_group"),
     "the deviation of a population": (
-        "scale = stdev(rewards)", "scale = stdev(rewards) * math.sqrt(1 - 1 / len(rewards))",
+        "stdev(rewards) + 1e-4", "stdev(rewards) * math.sqrt(1 - 1 / len(rewards)) + 1e-4",
         ("test_family.py::"
          "test_scaled_advantages_are_those_of_grpo_and_still_exactly_zero_without_spread")),
     "a change that is meant only where it is rewarded": ("change * A > 0", "change > 0",
