@@ -155,10 +155,10 @@ def test_each_measurement_runs_and_ends_with_one_json_line(command, tmp_path):
                                                                   rel=0.4)
     elif command[0] == "experiments.py":
         kept = json.loads((tmp_path / "data.json").read_text())
-        assert len(kept) == 4 and all(
+        assert len(kept) == 6 and all(
             [entry["step"] for entry in curve] == [0, 1] for curve in kept.values())
-        assert {name: len(ends[""]) for name, ends in answer.items()} == {
-            "the default": 2, "KL term": 2}
+        assert {name: [len(each) for each in ends.values()] for name, ends in answer.items()} == {
+            "the default": [2], "KL term": [2, 2]}
         assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     elif command[0] == "speedrun.py":
         steps, seconds, _ = zip(*answer["seeds"]["1"]["ours"]["curve"])

@@ -4,11 +4,13 @@ any number of ranks."""
 import itertools
 import json
 import random
+import re
+import sys
 
 import pytest
 import torch
 from conftest import gradient, make_config, make_model, make_trajectories, relative_error, start
-from processes import ranks
+from processes import ROOT, ranks
 from test_learning import (
     ARCHITECTURE,
     BOUND,
@@ -23,6 +25,9 @@ from test_learning import (
 import main
 from machinery.launch import leave
 from machinery.ranks import join, part
+
+sys.path.append(str(ROOT / "bench"))
+from kl import measured
 
 pytestmark = pytest.mark.mathematics
 GRPO = {"training__loss_normalizer": "sequence"}
@@ -160,6 +165,49 @@ def test_with_a_kl_term_a_step_without_signal_still_updates(one_rank):
     model = make_model()
     metrics = learn(model, trajectories, **KL)
     assert metrics["updated"] == 1 and metrics["kl"] > 0 and gradient(model).norm() > 0
+
+
+@pytest.mark.parametrize("distance", [0.1, 1.0])
+def test_the_mean_of_the_kl_reward_is_the_gradient_of_kl_and_that_of_the_published_form_is_not(
+        distance):
+    """Over all answers that there are, each weighed by its probability. Of one token: of several,
+    KL's own gradient also holds each token to the KL of what comes after it."""
+    of_one = measured(L=1, distance=distance)
+    assert of_one["probability"] == pytest.approx(1, abs=1e-12)
+    assert of_one["estimate / kl"] == pytest.approx(1, abs=1e-11)
+    assert of_one["cosine reward"] == pytest.approx(1, abs=1e-11)
+    assert of_one["length reward"] == pytest.approx(1, abs=1e-11)
+    assert of_one["cosine loss"] < 0.9995
+    of_three = measured(L=3, distance=distance)
+    assert of_three["probability"] == pytest.approx(1, abs=1e-12)
+    assert of_three["estimate / kl"] == pytest.approx(1, abs=1e-11)
+    assert of_three["cosine loss"] < of_three["cosine reward"] < 0.999
+
+
+def test_the_page_shows_what_the_kl_script_says():
+    page = (ROOT / "docs" / "coming-from.md").read_text()
+    for length, name in ((1, "one token"), (4, "up to four")):
+        row = measured(L=length, distance=0.3)
+        assert (f"| {name} | {row['kl']:.3f} | {row['estimate / kl']:.6f} "
+                f"| {row['cosine reward']:.6f} | {row['cosine loss']:.6f} |") in page
+
+
+PAPERS = re.findall(r"^- \[(.*?)\]\(https://arxiv[^)]*\)(.*?)(?=^- |^$)", (
+    ROOT / "docs" / "coming-from.md").read_text().split("## Papers as keys")[1].split("\n## ")[0],
+    re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("paper, row", PAPERS, ids=[paper for paper, _ in PAPERS])
+def test_the_keys_of_each_paper_make_a_step(paper, row, tmp_path):
+    keys = [f"training.{key}" for key in re.findall(r"`(\w+=.*?)`", row)]
+    assert len(PAPERS) == 10 and (keys or paper in ("Dr. GRPO", "RLOO"))
+    if any("updates_per_batch" in key for key in keys):
+        assert any("clip" in key for key in keys)
+    assert start(["training.max_steps=1", "training.max_new_gen_tokens=100",
+                  "training.num_samples_per_step=2", "data.num_validation=2", "data.max_rows=50",
+                  "validation.best_of_n=1", f"run.dir={tmp_path}", "run.name=a", *keys]) == 0
+    step = json.loads((tmp_path / "a" / "metrics.jsonl").read_text().splitlines()[1])
+    assert step["updated"] == 2 if "updates_per_batch=2" in row else step["updated"] == 1
 
 
 def test_scaled_advantages_are_those_of_grpo_and_still_exactly_zero_without_spread():
