@@ -8,13 +8,13 @@ The algorithm, once per step:
   5. raise the log-probability of the better ones, lower that of the worse:    policy_loss
          loss = -sum_i sum_j sum_t A_ij log pi(a_ij[t] | q_i, a_ij[<t]) / (B L)
      where B is how many answers of all ranks count, and L the longest answer allowed
-  6. an AdamW step on the gradient that all ranks share                        policy_gradient
+  6. an AdamW step on the gradient that all ranks share                        learn
   7. now and then, measure on questions that are never trained on              evaluate
 
 That is Dr. GRPO. What it leaves out of GRPO as first published, and the key of `training` that
 brings it back:
   - dividing by the group's standard deviation, which favours questions that are nearly always or
-    nearly never solved (or by its mean, which favours the hardest: MaxRL)     scale_rewards
+    nearly never solved (MaxRL's division by the mean favours the latter)      scale_rewards
   - dividing by each answer's length, which favours long wrong answers         loss_normalizer
   - the ratio to the policy before the batch's first update, and its clipping: with one update
     (mu = 1) the ratio is always 1                             updates_per_batch, clip, ratio
@@ -23,7 +23,7 @@ brings it back:
 With `learning_type: sil` step 4 becomes self-imitation: the k best of n answers get advantage 1 if
 their reward is above 0 (so a wrong one too, where form alone earns something) and are all that is
 learned from. With `mask_truncated` an answer that was cut off counts, but has no gradient; with
-`refill` other questions take the place of those that teach nothing (DAPO).
+`refill` other questions take the place of those solved by all answers or by none (DAPO).
 
     torchrun --nproc-per-node=4 main.py                     four GPUs, or four processes on a CPU
     python main.py training.max_steps=20 training.seed=1    one rank; any key of config.yaml
@@ -182,14 +182,16 @@ def score(answers: list[Trajectory], task, bar) -> None:
 
 
 def refill(run: Run, groups: list[list[Trajectory]], step: int, bar) -> tuple[list, list]:
-    """With other questions' groups in place of those whose answers are all alike in SOLVED (not in
-    reward: form alone is worth no question), after up to `training.refill` rounds; and the groups
-    replaced. What a round draws is a function of (seed, step, rank, round)."""
+    """Returns the groups, but in place of those whose answers are all alike in SOLVED (not in
+    reward: form alone is worth no question) groups of newly drawn questions, after up to `refill`
+    rounds; and those replaced. What a round draws is a function of (seed, step, rank, round)."""
     G, solved, replaced = run.config.training.k_best_of_n[1], run.task.SOLVED, []
-    for number in range(run.config.training.refill):
+    for attempt in range(run.config.training.refill):
         alike = [i for i, group in enumerate(groups)
                  if len({answer.parts[solved] for answer in group}) == 1]
-        stream = random_stream(run.config.training.seed, step, f"refill {number}")
+        if not alike:
+            break
+        stream = random_stream(run.config.training.seed, step, f"refill {attempt}")
         answers = sample(run, [stream.choice(run.training_rows) for _ in alike], G, bar)
         score(answers, run.task, bar)
         replaced += [groups[i] for i in alike]
@@ -214,7 +216,7 @@ def compute_advantages(group: list[Trajectory], training: TrainingSettings,
     if max(rewards) > min(rewards):  # else all stay exactly 0, whatever a mean would round to
         mean = sum(rewards) / len(rewards)
         scale = {"none": 1.0, "group": stdev(rewards) + 1e-4,
-                 "mean": abs(mean) or math.inf}[training.scale_rewards]
+                 "mean": sum(map(abs, rewards)) / len(rewards)}[training.scale_rewards]
         for answer in group:
             answer.advantage = (answer.reward - mean) / scale
     return group
@@ -254,9 +256,9 @@ def policy_loss(logprobs: torch.Tensor, batch: list[Trajectory], B: int, T: int,
 
         A log pi     or     min(rho A, clip(rho, 1 - low, 1 + high) A)
 
-    where rho is pi(a_ij[t] | q_i, a_ij[<t]) over what it was before the first of them. With a KL
-    term, A_ij + beta log(pi_ref / pi), held constant, takes the place of A_ij. The batch of all
-    ranks has B answers, of T tokens in all. Every tensor is (tokens,), answer after answer.
+    where rho is pi(a_ij[t] | q_i, a_ij[<t]) over what it was before the first of them, and A is
+    A_ij; with a KL term A_ij + beta log(pi_ref / pi), held constant, unless `kl_in` says otherwise.
+    The batch of all ranks has B answers, of T tokens. Tensors are (tokens,), answer after answer.
 
     A sum, whose normaliser Z is settled before the first micro-batch: how answers are split into
     micro-batches, ordered or shared among ranks changes it only by rounding."""
@@ -269,16 +271,16 @@ def policy_loss(logprobs: torch.Tensor, batch: list[Trajectory], B: int, T: int,
         kl = torch.expm1(d) - d  # the estimator k3 of KL(pi || pi_ref): never negative
         watched["kl"] = kl.sum()
         if training.kl_in == "reward":
-            A = A + beta * d.detach()  # a part of each token's reward: on average KL's own gradient
+            A = A + beta * d.detach()  # part of a token's reward; its mean gradient is that of KL
         else:
-            penalty = beta * kl  # GRPO as published: its gradient is that of KL(pi_ref || pi)
+            penalty = beta * kl  # GRPO as published; its mean gradient is that of KL(pi_ref || pi)
     if training.updates_per_batch == 1:
-        gains = A * logprobs  # the same gradient as rho A, as rho is 1, if not the same value
+        gains = A * logprobs  # rho is 1: the gradient of rho A, though not its value
     else:
         change = logprobs - torch.cat([answer.old_logprobs for answer in batch])
         if training.ratio == "sequence":  # GSPO: the geometric mean over an answer's tokens
-            parts = change.split(lengths.tolist())
-            change = torch.cat([part.mean().expand_as(part) for part in parts])
+            own = change.split(lengths.tolist())
+            change = torch.cat([each.mean().expand_as(each) for each in own])
         rho = change.exp()
         low, high = training.clip or (math.inf, math.inf)
         if training.ratio == "cispo":  # a weight, held constant, with an upper bound alone
@@ -416,8 +418,8 @@ def training_step(run: Run) -> dict[str, float]:
         score(answers, run.task, bar)                                              # 3.
     groups = [answers[i:i + G] for i in range(0, N * G, G)]
     with run.log.phase("refill") as bar:
-        batch, replaced = refill(run, groups, step, bar)
-    counted = [answer for group in batch
+        kept, replaced = refill(run, groups, step, bar)
+    counted = [answer for group in kept
                for answer in compute_advantages(group, training, stream)]          # 4.
     run.optimizer.param_groups[0]["lr"] = scheduled_learning_rate(step, training)
     evaluating = step % config.validation.every == 0 or step == training.max_steps
@@ -427,7 +429,7 @@ def training_step(run: Run) -> dict[str, float]:
         if step == 1 or evaluating:
             measured |= change_metrics(run, learned_from(counted, training))
     run.step = step
-    run.log.step(step, step_metrics(run, groups, batch + replaced, updates, measured))
+    run.log.step(step, step_metrics(run, groups, kept + replaced, updates, measured))
     if evaluating:
         evaluation_step(run)                                                       # 7.
     return updates[-1]
@@ -439,7 +441,7 @@ def train(run: Run) -> int:
     not finite, those without a signal aside. Collective."""
     training, bad_steps = run.config.training, 0
     evaluated = over_ranks([run.log.evaluated(run.step)], dist.ReduceOp.MAX) == [1]  # rank 0 knows
-    if not evaluated and (run.step == 0 or run.step >= training.max_steps):  # none yet, or cut off
+    if not evaluated and (run.step == 0 or run.step >= training.max_steps):  # none, or killed
         evaluation_step(run)
     dist.barrier()  # or a signal might end rank 0, still saving best/, and no other
     stop_requested = stop_signals()  # SIGTERM, SIGINT and SIGHUP wait for the end of a step

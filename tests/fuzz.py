@@ -55,12 +55,13 @@ SMALL = pairs("""training.max_new_gen_tokens=40 training.num_samples_per_step=2 
 SIL = pairs("training.learning_type=sil training.k_best_of_n=[2,4]")
 # A large legal one would make a run long, not wrong.
 COUNTS = split("training.max_steps | training.num_samples_per_step | training.updates_per_batch "
-               "| training.k_best_of_n | validation.best_of_n")
+               "| training.refill | training.k_best_of_n | validation.best_of_n")
 NUMBERS = split("1e-40 | 1.0e-40 | 1e-30 | 1e-8 | 0.5 | 1 | 2 | 1e10 | 1e30 | 1e300 | 1.0e+300")
 LEGAL = {bool: ["true", "false"], int: list("1235"), float: NUMBERS} | {
     key: text.split("|") for key, text in pairs("""model.precision=mixed|bfloat16|float32
     model.attention=eager|sdpa|x model.lora_targets=[q_proj]|[lm_head]|[norm]|[]
-    training.learning_type=sil|grpo training.scale_rewards=group training.clip=[1e30,1e30]|[.2,.2]
+    training.learning_type=sil|grpo training.scale_rewards=group|mean training.kl_in=loss
+    training.clip=[1e30,1e30]|[.2,.2] training.ratio=sequence|cispo
     training.loss_normalizer=tokens|sequence training.k_best_of_n=[2,2]|[3,3]|[1,2]
     training.adam_betas=[0,0]|[1e-40,1e-40]|[0.9999,0.9999999999999999] data.prompt_style=chat
     task.reward_weights={"answer":1}|{"answer":1e308}|{"format":-1e308} run.name=b|auto""").items()}

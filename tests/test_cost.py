@@ -131,6 +131,9 @@ def test_keys_and_values_are_not_copied_for_each_token(rows):
                   "training.max_steps=1",
                   "training.max_new_gen_tokens=16", "training.num_samples_per_step=2",
                   "data.num_validation=4", "validation.best_of_n=2"], marks=pytest.mark.soak),
+    pytest.param(["refill.py", "--seeds", "1", "--steps", "1", "--tried", "400", "--out", "{}",
+                  "--data", "{}/data.json", "data.num_validation=4",
+                  "training.max_new_gen_tokens=16"], marks=pytest.mark.soak),
     pytest.param(["speedrun.py", "--seeds", "1", "--target", "1.0", "validation.every=2",
                   "training.max_steps=3", "training.max_new_gen_tokens=16",
                   "training.num_samples_per_step=2", "data.num_validation=4"],
@@ -160,6 +163,10 @@ def test_each_measurement_runs_and_ends_with_one_json_line(command, tmp_path):
         assert {name: [len(each) for each in ends.values()] for name, ends in answer.items()} == {
             "the default": [2], "KL term": [2, 2]}
         assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    elif command[0] == "refill.py":
+        kept = json.loads((tmp_path / "data.json").read_text())
+        assert answer["runs"] == len(kept) == 8
+        assert all([entry["step"] for entry in curve] == [0, 1] for curve in kept.values())
     elif command[0] == "speedrun.py":
         steps, seconds, _ = zip(*answer["seeds"]["1"]["ours"]["curve"])
         assert steps == (0, 2, 3) and 0 == seconds[0] < seconds[1] < seconds[2]

@@ -229,9 +229,9 @@ def test_advantages_over_the_mean_are_those_of_maxrl():
     assert advantages_of([0.0] * 4, **over_mean) == [0.0] * 4
     assert advantages_of([1.1, 0.1, 0.1, 0.1], **over_mean) == pytest.approx(
         [0.75 / 0.35, *[-0.25 / 0.35] * 3], rel=1e-12)  # a reward for form takes the edge off
-    # it has no meaning there, but the better answer stays the better one, and 0 / 0 is 0
+    # below 0 it is the mean of their sizes: nothing is divided by 0, and no sign is turned
     assert advantages_of([-1.0, 0.0], **over_mean) == [-1, 1]
-    assert advantages_of([-1.0, 1.0], **over_mean) == [0, 0]
+    assert advantages_of([-1.0, 1.0], **over_mean) == [-1, 1]
 
 
 def test_sil_learns_from_the_k_best_alone_whatever_the_normaliser_counts():

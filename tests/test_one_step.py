@@ -633,7 +633,7 @@ def test_with_the_keyboard_alone_everything_can_be_reached_and_arrow_keys_go_on(
 def check_family(browser, data: dict):
     """The table, for each choice of advantages and normaliser, against main.py."""
     answers, lengths = data["answers"], [answer["length"] for answer in data["answers"]]
-    for rule, normalizer in itertools.product(("none", "group", "sil"),
+    for rule, normalizer in itertools.product(("none", "group", "mean", "sil"),
                                               ("max_length", "tokens", "sequence")):
         browser.run("""for (const [id, value] of Object.entries(arguments[0])) {
             document.getElementById(id).value = value

@@ -63,6 +63,11 @@ def test_rounds_go_on_until_all_teach_or_they_are_used_up(refill):
     assert len({id(group) for group in [*batch, *replaced]}) == 40 + len(replaced)
 
 
+def test_rounds_end_once_every_group_teaches(refill):
+    batch, replaced, asked = refill([group_of([0, 0]), group_of([0, 1])], training__refill=10**9)
+    assert len(asked) == len(replaced) < 50 and asked[-1][0] is batch[0][0].row
+
+
 def test_what_a_round_draws_depends_on_seed_step_rank_and_round_alone(refill, monkeypatch):
     def asked(num_groups=30, **how):
         return refill([group_of([0, 0]) for _ in range(num_groups)],

@@ -73,7 +73,7 @@ WRONG = {
     "rho always 1": ("if batch[0].old_logprobs is None:", "if True:",
                      f"{FAMILY}[DAPO-no KL-unclipped-2-dtype0]"),
     "the ratio of a sum in place of a mean": (
-        "part.mean().expand_as(part)", "part.sum().expand_as(part)",
+        "each.mean().expand_as(each)", "each.sum().expand_as(each)",
         f"{RATIO}[GSPO-no KL-unclipped-dtype0]"),
     "a weight that is not held constant": (
         "rho.detach().clamp(max=1 + high) * A", "rho.clamp(max=1 + high) * A",
@@ -90,8 +90,8 @@ WRONG = {
     "the published KL where its own gradient is meant": (
         "A = A + beta * d.detach()", "A = A + beta * torch.expm1(d.detach())",
         f"{FAMILY}[GRPO-KL-unclipped-1-dtype0]"),
-    "advantages over the mean where that is 0": (
-        "abs(mean) or math.inf", "abs(mean) or 1.0",
+    "advantages over the largest reward": (
+        "sum(map(abs, rewards)) / len(rewards)", "max(map(abs, rewards))",
         "test_family.py::test_advantages_over_the_mean_are_those_of_maxrl"),
     "the KL the other way round": (
         "d = torch.cat([answer.reference_logprobs for answer in batch]) - logprobs",
