@@ -170,10 +170,12 @@ def alarmed(*arguments):
 
 def test_a_mistake_of_our_own_on_one_rank_is_shown_and_the_others_end(tmp_path):
     result = ranks(2, alarmed, *SMALL, f"run.dir={tmp_path}")
-    # before the first step a SIGTERM, as torchrun sends it to the others, may be quicker
+    # Before the first step a SIGTERM, as torchrun sends it to the others, may be quicker than the
+    # line, or come between the line and the end.
     assert result.codes in ([1, 1], [-signal.SIGTERM, 1])
     assert "TypeError: 'NoneType' object is not callable" in result.stderr
-    assert result.stderr.count("rank 1 has left: all ranks end") == (result.codes[0] == 1)
+    told = result.stderr.count("rank 1 has left: all ranks end")
+    assert told == 1 if result.codes[0] == 1 else told <= 1
 
 
 if __name__ == "__main__":

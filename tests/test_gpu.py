@@ -56,7 +56,7 @@ def test_a_part_that_raises_hangs_or_dies_leaves_its_row_and_the_next_one_runs(
     alive = os.open(tmp_path / "alive", os.O_RDONLY | os.O_NONBLOCK)
     monkeypatch.setenv("ALIVE", str(tmp_path / "alive"))
     names = ("raises", "hangs", "kills itself", "is well")
-    parts = {name: gpu.Part("A", f"it {name}", 3) for name in names}
+    parts = {name: gpu.Part("A", f"it {name}", 3 if name == "hangs" else 100) for name in names}
     out = tmp_path / "gpu.jsonl"
     assert not gpu.measure(parts, 60, out=out, script=script)
     rows = rows_of(out)
