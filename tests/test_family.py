@@ -40,6 +40,18 @@ TWICE = {"training__updates_per_batch": 2}
 RATIOS = {"GSPO": {"training__ratio": "sequence"}, "CISPO": {"training__ratio": "cispo"}}
 
 
+def as_in_plain_loops(dtype, **keys):
+    """Metrics and gradient of the last update on made-up answers, once they equal the formula's."""
+    trajectories = make_trajectories(QUESTIONS * GROUP)
+    model = make_model(ARCHITECTURE[dtype], dtype)
+    metrics = learn(model, trajectories, **keys)
+    expected_loss, expected = reference(trajectories, ARCHITECTURE[dtype], **keys)
+    assert relative_error(gradient(model), expected) < BOUND[dtype]
+    # the sum of what is near 1 and -1
+    assert metrics["loss"] == pytest.approx(expected_loss, abs=BOUND[dtype])
+    return metrics, gradient(model)
+
+
 @pytest.mark.parametrize("dtype", BOUND)
 @pytest.mark.parametrize("mu", [1, 2])
 @pytest.mark.parametrize("clip", [{}, CLIP], ids=["unclipped", "clipped"])
@@ -48,13 +60,7 @@ RATIOS = {"GSPO": {"training__ratio": "sequence"}, "CISPO": {"training__ratio": 
 def test_loss_and_gradient_of_each_published_variant_equal_the_plain_formula(
         name, kl, clip, mu, dtype, one_rank):
     keys = {**PUBLISHED[name], **kl, **clip, "training__updates_per_batch": mu}
-    trajectories = make_trajectories(QUESTIONS * GROUP)
-    model = make_model(ARCHITECTURE[dtype], dtype)
-    metrics = learn(model, trajectories, **keys)
-    expected_loss, expected = reference(trajectories, ARCHITECTURE[dtype], **keys)
-    assert relative_error(gradient(model), expected) < BOUND[dtype]
-    # the sum of what is near 1 and -1
-    assert metrics["loss"] == pytest.approx(expected_loss, abs=BOUND[dtype])
+    metrics, _ = as_in_plain_loops(dtype, **keys)
     assert ("kl" in metrics) == bool(kl) and ("clipped" in metrics) == (bool(clip) and mu == 2)
     # of the size that occurs in training
     assert 1e-3 < metrics.get("kl", 0.1) < 0.3 and 0.05 < metrics.get("clipped", 0.1) < 0.5
@@ -68,17 +74,11 @@ def test_loss_and_gradient_of_each_published_variant_equal_the_plain_formula(
 def test_a_second_update_with_another_ratio_equals_the_plain_formula(
         name, kl, clip, dtype, one_rank):
     keys = {**GRPO, **kl, **clip, **TWICE, **RATIOS[name]}
-    trajectories = make_trajectories(QUESTIONS * GROUP)
-    model = make_model(ARCHITECTURE[dtype], dtype)
-    metrics = learn(model, trajectories, **keys)
-    expected_loss, expected = reference(trajectories, ARCHITECTURE[dtype], **keys)
-    assert relative_error(gradient(model), expected) < BOUND[dtype]
-    assert metrics["loss"] == pytest.approx(expected_loss, abs=BOUND[dtype])
+    metrics, found = as_in_plain_loops(dtype, **keys)
     if clip:  # it does limit something
         assert 0.02 < metrics["clipped"] < 0.9
-        other = make_model(ARCHITECTURE[dtype], dtype)
-        learn(other, trajectories, **{**keys, "training__clip": None})
-        assert relative_error(gradient(model), gradient(other)) > 1e-3
+        _, unclipped = as_in_plain_loops(dtype, **{**keys, "training__clip": None})
+        assert relative_error(found, unclipped) > 1e-3
 
 
 @pytest.mark.parametrize("ratio", RATIOS.values(), ids=RATIOS)
