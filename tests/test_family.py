@@ -4,7 +4,6 @@ any number of ranks."""
 import itertools
 import json
 import random
-import re
 import sys
 
 import pytest
@@ -190,24 +189,6 @@ def test_the_page_shows_what_the_kl_script_says():
         row = measured(L=length, distance=0.3)
         assert (f"| {name} | {row['kl']:.3f} | {row['estimate / kl']:.6f} "
                 f"| {row['cosine reward']:.6f} | {row['cosine loss']:.6f} |") in page
-
-
-PAPERS = re.findall(r"^- \[(.*?)\]\(https://arxiv[^)]*\)(.*?)(?=^- |^$)", (
-    ROOT / "docs" / "coming-from.md").read_text().split("## Papers as keys")[1].split("\n## ")[0],
-    re.MULTILINE | re.DOTALL)
-
-
-@pytest.mark.parametrize("paper, row", PAPERS, ids=[paper for paper, _ in PAPERS])
-def test_the_keys_of_each_paper_make_a_step(paper, row, tmp_path):
-    keys = [f"training.{key}" for key in re.findall(r"`(\w+=.*?)`", row)]
-    assert len(PAPERS) == 10 and (keys or paper in ("Dr. GRPO", "RLOO"))
-    if any("updates_per_batch" in key for key in keys):
-        assert any("clip" in key for key in keys)
-    assert start(["training.max_steps=1", "training.max_new_gen_tokens=100",
-                  "training.num_samples_per_step=2", "data.num_validation=2", "data.max_rows=50",
-                  "validation.best_of_n=1", f"run.dir={tmp_path}", "run.name=a", *keys]) == 0
-    step = json.loads((tmp_path / "a" / "metrics.jsonl").read_text().splitlines()[1])
-    assert step["updated"] == 2 if "updates_per_batch=2" in row else step["updated"] == 1
 
 
 def test_scaled_advantages_are_those_of_grpo_and_still_exactly_zero_without_spread():

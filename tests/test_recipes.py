@@ -1,6 +1,7 @@
-"""The recipes, in their smallest form."""
+"""The recipes, and the keys of each paper, in their smallest form."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -42,6 +43,24 @@ def test_each_recipe_runs_for_a_step_with_a_tiny_model(recipe, tmp_path):
                 if not any(argument.startswith(f"{key}=") for argument in small)}
     # what it is meant for
     assert "GB" in (ROOT / "recipes" / recipe).read_text().split("\nmodel:")[0]
+
+
+PAPERS = re.findall(r"^- \[(.*?)\]\(https://arxiv[^)]*\)(.*?)(?=^- |^$)", (
+    ROOT / "docs" / "coming-from.md").read_text().split("## Papers as keys")[1].split("\n## ")[0],
+    re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("paper, row", PAPERS, ids=[paper for paper, _ in PAPERS])
+def test_the_keys_of_each_paper_make_a_step(paper, row, tmp_path):
+    keys = [f"training.{key}" for key in re.findall(r"`(\w+=.*?)`", row)]
+    assert len(PAPERS) == 10 and (keys or paper in ("Dr. GRPO", "RLOO"))
+    if any("updates_per_batch" in key for key in keys):
+        assert any("clip" in key for key in keys)
+    assert start(["training.max_steps=1", "training.max_new_gen_tokens=100",
+                  "training.num_samples_per_step=2", "data.num_validation=2", "data.max_rows=50",
+                  "validation.best_of_n=1", f"run.dir={tmp_path}", "run.name=a", *keys]) == 0
+    step = read_jsonl(tmp_path / "a" / "metrics.jsonl")[1]
+    assert step["updated"] == 2 if "updates_per_batch=2" in row else step["updated"] == 1
 
 
 @pytest.mark.soak
