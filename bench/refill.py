@@ -2,12 +2,12 @@
 
     .venv/bin/python bench/refill.py --data bench/refill.json
 
-Three settings, each with `training.refill` 0 and 3 and three seeds: the default; `hard`, those of
-its questions that the model before training never solves in eight answers; and `terse`, the same
-with 0.2 more for brevity, right or wrong (docs/tasks.md), with advantages as they are and over the
-group's deviation. A run is one process that takes the questions of two ranks. --data holds what
-each evaluation said, with the answers sampled and the seconds until then (evaluations aside); what
-it holds is not run again."""
+Each with `training.refill` 0 and 3 and three seeds: the default; `hard`, those of its questions
+that the model before training never solves in eight answers, also in groups of two; and `terse`,
+the same with 0.2 more for brevity, right or wrong (docs/tasks.md), with advantages as they are and
+over the group's deviation. A run is one process that takes the questions of two ranks. --data holds
+what each evaluation said, with the answers sampled and the seconds until then (evaluations aside);
+what it holds is not run again."""
 
 import argparse
 import itertools
@@ -91,6 +91,8 @@ def command() -> None:
 
     on_hard = [f"data.dataset={hard}", "data.num_validation=128"]
     settings = {"default": [], "hard": on_hard,
+                "hard, G = 2": [*on_hard, f"training.num_samples_per_step={N * G // 2}",
+                                "training.k_best_of_n=[2,2]"],
                 "terse": [*on_hard, f"task.name={terse}"],
                 "terse, over the deviation": [*on_hard, f"task.name={terse}",
                                               "training.scale_rewards=group"]}

@@ -12,9 +12,11 @@ from conftest import (
     make_model,
     make_policy,
     make_trajectories,
+    read_jsonl,
     run_script,
 )
 from processes import ROOT, ranks
+from test_run import SHORT
 from test_sampling import PROMPTS, sample
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import DynamicLayer
@@ -131,6 +133,10 @@ def test_keys_and_values_are_not_copied_for_each_token(rows):
                   "training.max_steps=1",
                   "training.max_new_gen_tokens=16", "training.num_samples_per_step=2",
                   "data.num_validation=4", "validation.best_of_n=2"], marks=pytest.mark.soak),
+    pytest.param(["estimators.py", "--questions", "4", "--answers", "8", "--rounds", "1",
+                  "--data", "{}/data.json", "--picture", "{}/picture.png"], marks=pytest.mark.soak),
+    pytest.param(["sgd.py", "training.learning_rate=1.0", "run.dir={}", "run.name=a", *SHORT],
+                 marks=pytest.mark.soak),
     pytest.param(["refill.py", "--seeds", "1", "--steps", "1", "--tried", "400", "--out", "{}",
                   "--data", "{}/data.json", "data.num_validation=4",
                   "training.max_new_gen_tokens=16"], marks=pytest.mark.soak),
@@ -163,9 +169,16 @@ def test_each_measurement_runs_and_ends_with_one_json_line(command, tmp_path):
         assert {name: [len(each) for each in ends.values()] for name, ends in answer.items()} == {
             "the default": [2], "KL term": [2, 2]}
         assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    elif command[0] == "estimators.py":
+        kept = json.loads((tmp_path / "data.json").read_text())
+        assert [*kept] == ["first"] and "G = 8" in answer["first"]
+        assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    elif command[0] == "sgd.py":
+        last = read_jsonl(tmp_path / "a" / "metrics.jsonl")[-1]
+        assert answer["steps"] == last["step"] == 3 and not list(tmp_path.glob("a/checkpoints/*"))
     elif command[0] == "refill.py":
         kept = json.loads((tmp_path / "data.json").read_text())
-        assert answer["runs"] == len(kept) == 8
+        assert answer["runs"] == len(kept) == 10
         assert all([entry["step"] for entry in curve] == [0, 1] for curve in kept.values())
     elif command[0] == "speedrun.py":
         steps, seconds, _ = zip(*answer["seeds"]["1"]["ours"]["curve"])

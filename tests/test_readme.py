@@ -19,6 +19,7 @@ import main
 from machinery.settings import flatten, load_config
 
 sys.path.extend([str(ROOT / "bench"), str(ROOT / "examples")])
+import estimators
 import experiments
 import one_step
 
@@ -110,6 +111,14 @@ def test_the_experiments_of_the_page_are_those_that_its_script_runs():
             load_config([*words])
 
 
+def test_the_page_on_estimators_shows_what_its_script_has_found(capsys):
+    found = json.loads((ROOT / "docs" / "estimators.json").read_text())
+    estimators.show("step 0", found["step 0"])
+    _, table = capsys.readouterr().out.split("\n\n")
+    assert table in (ROOT / "docs" / "estimators.md").read_text()
+    assert [*found["step 0"]["estimators"]] == [*estimators.ESTIMATORS]
+
+
 def test_the_configuration_for_who_comes_from_trl_is_one(tmp_path):
     page = (ROOT / "docs" / "coming-from.md").read_text()
     (tmp_path / "it.yaml").write_text(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1])
@@ -130,6 +139,7 @@ def test_every_other_command_is_run_somewhere():
               "examples/one_step.py": "test_one_step.py",
               "examples/exercise.py": "test_exercise.py",
               "bench/memory.py": "test_cost.py", "bench/experiments.py": "test_cost.py",
+              "bench/estimators.py": "test_cost.py",
               "mlflow ui": "test_logger.py", "> mine.jsonl": "test_examples.py"}
     for line in BASH:
         if line not in TRAINING:

@@ -97,6 +97,16 @@ def test_every_line_of_a_trace_is_true_and_none_comes_twice(monkeypatch):
     assert 0.3 < sum(solved) / len(solved) < 0.9
 
 
+@pytest.mark.parametrize("numbers", [3, 4])
+def test_what_can_be_reached_is_what_a_whole_search_hits(numbers):
+    stream = random.Random(0)
+    for _ in range(100 // numbers ** 2):
+        nums = tuple(sorted(stream.randint(1, 30) for _ in range(numbers)))
+        hit = {target for target in build.TARGETS
+               if any(hit for *_, hit in build.tries(nums, target, 99))}
+        assert hit == build.reachable(nums, 99) & set(build.TARGETS)
+
+
 def test_the_tokenizer_gives_every_digit_its_own_token_and_loses_nothing(rows, tokenizer):
     traces = build.Traces({}, argparse.Namespace(seed=1, steps=10, batch_size=20, numbers=[3],
                                                  largest=30, largest_result=99, practice=0.5))

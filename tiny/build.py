@@ -129,21 +129,24 @@ def tries(nums: tuple[int, ...], target: int,
     return tuple((calculations, *rest) for calculations, rest in found.items())
 
 
-@lru_cache(maxsize=10_000)
-def targets(nums: tuple[int, ...], largest_result: int) -> tuple[list[int], list[int]]:
-    """Those that can be reached, and those that cannot."""
-    can = {target: any(hit for *_, hit in tries(nums, target, largest_result))
-           for target in TARGETS}
-    return [target for target in TARGETS if can[target]], [
-        target for target in TARGETS if not can[target]]
+@lru_cache(maxsize=100_000)
+def reachable(nums: tuple[int, ...], largest_result: int) -> frozenset[int]:
+    """All that a whole search can hit."""
+    if len(nums) == 2:
+        return frozenset(made_of(*nums, largest_result).values())
+    return frozenset(
+        result for i, last in enumerate(nums)
+        for inner in reachable(nums[:i] + nums[i + 1:], largest_result)
+        for result in made_of(inner, last, largest_result).values()
+        if inner or result)  # a search does not undo 0 times a number
 
 
 def random_problem(rng: random.Random, args: argparse.Namespace,
                    solvable: bool = True) -> tuple[tuple[int, ...], int]:
     while True:
         nums = tuple(rng.randint(1, args.largest) for _ in range(rng.choice(args.numbers)))
-        can, cannot = targets(tuple(sorted(nums)), args.largest_result)
-        if choice := can if solvable else cannot:
+        can = reachable(tuple(sorted(nums)), args.largest_result)
+        if choice := [target for target in TARGETS if (target in can) == solvable]:
             return nums, rng.choice(choice)
 
 
