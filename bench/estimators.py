@@ -2,20 +2,19 @@
 how much of one batch is noise.
 
     .venv/bin/python bench/estimators.py
-        the embedded model, as it stands: three minutes on two cores
-    .venv/bin/python bench/estimators.py --models before=tiny/model after=runs/<name>/best
-        and after its training
-    .venv/bin/python bench/estimators.py --data docs/estimators.json --picture estimators.png
-        the figures of docs/estimators.md
+        the embedded model, as it stands: a minute on two cores
+    .venv/bin/python bench/estimators.py --model before=tiny/model --model after=runs/<name>/best
+        and after its training, with the settings of that run but for those that make an estimator
 
 With one update a batch every estimator of the family is a weighted sum of gradients of log pi, one
 for each answer. So one pool of answers with their gradients serves them all: main.py's own
 `compute_advantages` and `policy_loss` say the weights, and nothing is run again. A gradient is kept
-as a sketch, random signs in 4,096 buckets, which leaves angles as they are to about 0.02.
+as a sketch, random signs in 4,096 buckets, which leaves cosines as they are to about 0.02.
 
 Whatever is said of a length or an angle comes from products of *different* questions: the mean over
 all pairs of a question's mean gradient with another's is the square of the true length, without the
-noise that both would share. Intervals are those of a jackknife over the questions."""
+noise that both would share. The cosine of one batch is the mean product of a batch with the truth
+over the root of its mean square. Intervals are those of a jackknife over the questions."""
 
 import argparse
 import json
@@ -31,9 +30,11 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+import ask
 import one_step
 
 import main
+from machinery.errors import UserError
 from machinery.ranks import join
 
 BUCKETS = 4096
@@ -75,7 +76,7 @@ class Sketch:
         self.signs = torch.randint(2, (size,), generator=stream).float() * 2 - 1
 
     def of(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        flat = torch.cat([each.flatten() for each in gradients]) * self.signs
+        flat = torch.cat([each.flatten() for each in gradients]).cpu() * self.signs
         return flat.new_zeros(BUCKETS).index_add_(0, self.buckets, flat)
 
     def of_log_pi(self, policy: torch.nn.Module, answer: main.Trajectory) -> torch.Tensor:
@@ -87,6 +88,9 @@ def pool_of(config, num_questions: int, answers_each: int) -> tuple[list[list], 
     """Groups of answers, and the sketch of the gradient of each answer's log pi: (questions,
     answers, BUCKETS). Equal answers to a question have equal gradients."""
     run = one_step.prepare(config)
+    if num_questions > len(run.training_rows):
+        raise UserError(f"{num_questions} questions are asked for, and there are "
+                        f"{len(run.training_rows)} to train on: see --questions")
     main.random_stream(config.training.seed, 0, "estimators")
     rows = random.Random(config.training.seed).sample(run.training_rows, num_questions)
     answers = main.sample(run, rows, answers_each, one_step.NO_BAR)
@@ -104,19 +108,28 @@ def pool_of(config, num_questions: int, answers_each: int) -> tuple[list[list], 
 # ---------------------------------------------------------------- an estimator on it
 
 def training_of(config, G: int, keys: dict):
-    return config.training.model_copy(update={"k_best_of_n": [G, G], **keys})
+    """Dr. GRPO but for `keys`, whatever the run was."""
+    plain = {"learning_type": "grpo", "scale_rewards": "none", "loss_normalizer": "max_length",
+             "updates_per_batch": 1, "kl_beta": 0.0, "mask_truncated": False,
+             "k_best_of_n": [G, G]}
+    return config.training.model_copy(update=plain | keys)
 
 
-def weights_of(groups: list[list], training, change: Callable, stream) -> list[float]:
-    """How much of its gradient of log pi each answer of a batch adds to what is ascended."""
-    G, weights = training.k_best_of_n[1], {}
+def with_advantages(groups: list[list], training, change: Callable, stream) -> list:
+    """The answers that count in B."""
     for group in groups:
         for answer in group:
             answer.advantage = 0.0
     counted = [answer for group in groups
                for answer in main.compute_advantages(group, training, stream)]
     for answer in counted:
-        answer.advantage = change(answer.advantage, answer.reward, G)
+        answer.advantage = change(answer.advantage, answer.reward, training.k_best_of_n[1])
+    return counted
+
+
+def weights_of(groups: list[list], training, change: Callable, stream) -> list[float]:
+    """How much of its gradient of log pi each answer of a batch adds to what is ascended."""
+    counted, weights = with_advantages(groups, training, change, stream), {}
     if learned := main.learned_from(counted, training):
         lengths = [len(answer.completion_ids) for answer in learned]
         logprobs = torch.zeros(sum(lengths), dtype=torch.float64, requires_grad=True)
@@ -220,11 +233,11 @@ def show(name: str, found: dict) -> None:
           "| answers until 0.9 |\n| --- | --- | --- | --- | --- |")
     for estimator, row in found["estimators"].items():
         along, noise = row[f"mean, {REWARD}"][0], row["noise"][0]
-        needed = BATCH * noise ** 2 / ((along / 0.9) ** 2 - 1) if along > 0.9 else None
+        needed = BATCH * noise ** 2 / ((along / 0.9) ** 2 - 1) if along > 0.9 else math.inf
         shown = [f"{row[key][0]:.2f} ± {row[key][1]:.2f}"
                  for key in (f"mean, {REWARD}", f"batch, {REWARD}", "noise")]
         print(f"| {estimator} | {' | '.join(shown)} "
-              f"| {f'{needed:,.0f}' if needed else 'never'} |", flush=True)
+              f"| {'never' if math.isinf(needed) else f'{needed:,.0f}'} |", flush=True)
 
 
 def draw(known: dict, path: Path) -> None:
@@ -255,32 +268,43 @@ def draw(known: dict, path: Path) -> None:
     figure.savefig(path, dpi=80)
 
 
-def command(arguments: list[str]) -> None:
+def command(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", metavar="NAME=FOLDER", default=["first=tiny/model"],
-                        help="whose answers")
-    parser.add_argument("--questions", type=int, default=64)
-    parser.add_argument("--answers", type=int, default=64, help="to each question")
+    parser.add_argument("--model", action="append", metavar="NAME=FOLDER",
+                        help="whose answers; may be given again (first=tiny/model)")
+    parser.add_argument("--questions", type=int, default=64, help="at least 3")
+    parser.add_argument("--answers", type=int, default=64, help="to each question, at least 8")
     parser.add_argument("--rounds", type=int, default=2, help="how often a pool is dealt out")
     parser.add_argument("--data", type=Path, default=ROOT / "runs" / "estimators.json",
-                        help="what it holds is not measured again")
+                        help="what it holds under a NAME is not measured again")
     parser.add_argument("--picture", type=Path)
     parser.add_argument("keys", nargs="*", help="section.key=value")
     options = parser.parse_intermixed_args(arguments)
+    if options.questions < 3 or options.answers < 8 or options.rounds < 1:
+        parser.error("3 questions with 8 answers each, dealt out once, are the least")
+    models = [model.partition("=") for model in options.model or ["first=tiny/model"]]
+    if not all(folder for _, _, folder in models):
+        parser.error("--model NAME=FOLDER, like before=tiny/model")
     torch.manual_seed(0)
-    join()
     known = json.loads(options.data.read_text()) if options.data.exists() else {}
-    for name, _, folder in (model.partition("=") for model in options.models):
-        if name not in known:
-            config = main.load_config([*options.keys, f"model.name={folder}"])
-            known[name] = measured(config, options.questions, options.answers, options.rounds)
-            options.data.parent.mkdir(parents=True, exist_ok=True)
-            options.data.write_text(json.dumps(known, indent=1) + "\n")
-        show(name, known[name])
+    try:
+        join()
+        for name, _, folder in models:
+            if name not in known:
+                keys = [*ask.settings_of(Path(folder))[0], f"model.name={json.dumps(folder)}"]
+                config = main.load_config([*keys, *options.keys])
+                known[name] = measured(config, options.questions, options.answers, options.rounds)
+                options.data.parent.mkdir(parents=True, exist_ok=True)
+                options.data.write_text(json.dumps(known, indent=1) + "\n")
+            show(name, known[name])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     if options.picture:
         draw(known, options.picture)
     print(json.dumps({name: found["estimators"] for name, found in known.items()}))
+    return 0
 
 
 if __name__ == "__main__":
-    command(sys.argv[1:])
+    sys.exit(command(sys.argv[1:]))

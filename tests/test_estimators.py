@@ -14,8 +14,9 @@ from conftest import (
     make_model,
     make_policy,
     relative_error,
+    run_script,
 )
-from processes import ROOT
+from processes import ROOT, ranks
 
 import main
 
@@ -61,14 +62,8 @@ def test_the_weighted_sketches_of_a_batch_are_the_sketch_of_main_pys_gradient(
     weights = estimators.weights_of(groups, training, change, random.Random(0))
     from_pool = torch.tensor(weights, dtype=torch.float64) @ own
 
-    ties = random.Random(0)  # as above, for sil
-    for group in groups:
-        for answer in group:
-            answer.advantage = 0.0
-    counted = [answer for group in groups
-               for answer in main.compute_advantages(group, training, ties)]
-    for answer in counted:
-        answer.advantage = change(answer.advantage, answer.reward, G)
+    # the same stream: it decides between equals
+    counted = estimators.with_advantages(groups, training, change, random.Random(0))
     assert main.policy_gradient(run, counted, NO_BAR)["updated"] == 1
     assert relative_error(from_pool, -sketch.of([gradient(model)])) < 1e-11
     assert from_pool.norm() > 1e-3
@@ -127,3 +122,13 @@ def test_the_truth_of_a_pool_is_that_from_all_answers_listed():
             batch += torch.tensor(weights, dtype=torch.float64) @ sketches[question][chosen]
         cosines.append(torch.cosine_similarity(batch, exact.mean(0), dim=0).item())
     assert sum(cosines) / len(cosines) == pytest.approx(row["batch, what is solved"][0], abs=0.04)
+
+
+@pytest.mark.parametrize("said, words", [
+    ("NAME=FOLDER", ["--model", "tiny/model"]), ("are the least", ["--questions", "2"]),
+    ("see --questions", ["--model", "a=tiny/model", "data.max_rows=20", "data.num_validation=4"]),
+    ("/nowhere", ["--model", "a=/nowhere"])])
+def test_a_mistake_is_one_line_and_no_traceback(said, words, tmp_path):
+    result = ranks(1, run_script, "bench/estimators.py", "--data", str(tmp_path / "a"), *words)
+    assert result.returncode == 2 and said in result.stderr and "Traceback" not in result.stderr
+    assert not (tmp_path / "a").exists()
