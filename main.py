@@ -443,7 +443,6 @@ def train(run: Run) -> int:
     evaluated = over_ranks([run.log.evaluated(run.step)], dist.ReduceOp.MAX) == [1]  # rank 0 knows
     if not evaluated and (run.step == 0 or run.step >= training.max_steps):  # none, or killed
         evaluation_step(run)
-    dist.barrier()  # or a signal might end rank 0, still saving best/, and no other
     stop_requested = stop_signals()  # SIGTERM, SIGINT and SIGHUP wait for the end of a step
     while run.step < training.max_steps:
         update = training_step(run)

@@ -3,13 +3,18 @@ how much of one batch is noise.
 
     .venv/bin/python bench/estimators.py
         the embedded model, as it stands: a minute on two cores
-    .venv/bin/python bench/estimators.py --model before=tiny/model --model after=runs/<name>/best
-        and after its training, with the settings of that run but for those that make an estimator
+    .venv/bin/python bench/estimators.py --config recipes/lab.yaml --model before=tiny/lab/model \
+            --model after=runs/<name>/best
+        another, and after its training, with the settings of that run but for those that make an
+        estimator; the reference of the KL terms is the model that the run began with
 
 With one update a batch every estimator of the family is a weighted sum of gradients of log pi, one
 for each answer. So one pool of answers with their gradients serves them all: main.py's own
 `compute_advantages` and `policy_loss` say the weights, and nothing is run again. A gradient is kept
 as a sketch, random signs in 4,096 buckets, which leaves cosines as they are to about 0.02.
+
+Two kinds are more than that: a KL term adds its own gradient for each answer, sketched too, and
+later updates of the same batch are made in fact, with AdamW from rest, on other questions.
 
 Whatever is said of a length or an angle comes from products of *different* questions: the mean over
 all pairs of a question's mean gradient with another's is the square of the true length, without the
@@ -17,6 +22,8 @@ noise that both would share. The cosine of one batch is the mean product of a ba
 over the root of its mean square. Intervals are those of a jackknife over the questions."""
 
 import argparse
+import copy
+import dataclasses
 import json
 import math
 import random
@@ -31,6 +38,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 import ask
+import kept
 import one_step
 
 import main
@@ -39,28 +47,53 @@ from machinery.ranks import join
 
 BUCKETS = 4096
 BATCH = 128  # answers, for whatever is said of one batch
-REWARD, SOLVED = "the reward", "what is solved"  # two truths
+OWN, SOLVED = "what it optimises", "what is solved"  # two truths
+BEYOND = "batch, beyond Dr. GRPO's"
+LOST = [None, None]  # in the noise
 
 
 def as_it_is(advantage: float, reward: float, G: int) -> float:
     return advantage
 
 
-# {name: (G, keys, what becomes of an advantage)}
-ESTIMATORS: dict[str, tuple[int, dict, Callable[[float, float, int], float]]] = {
-    **{f"G = {G}": (G, {}, as_it_is) for G in (2, 4, 8, 16, 32, 64)},
-    "no baseline": (8, {}, lambda advantage, reward, G: reward),
-    "leave one out (RLOO)": (8, {}, lambda advantage, reward, G: advantage * G / (G - 1)),
-    "over the deviation": (8, {"scale_rewards": "group"}, as_it_is),
-    "over the own length": (8, {"loss_normalizer": "sequence"}, as_it_is),
-    "GRPO as published (both)": (
-        8, {"scale_rewards": "group", "loss_normalizer": "sequence"}, as_it_is),
-    "over the mean (MaxRL)": (8, {"scale_rewards": "mean"}, as_it_is),
-    "cut-off answers masked": (8, {"mask_truncated": True}, as_it_is),
-    "only what is rewarded": (8, {}, lambda advantage, reward, G: max(advantage, 0.0)),
-    "only what is punished": (8, {}, lambda advantage, reward, G: min(advantage, 0.0)),
-    **{f"SIL, {k} best of 8": (8, {"learning_type": "sil", "k_best_of_n": [k, 8]}, as_it_is)
-       for k in (1, 2, 4)}}
+@dataclasses.dataclass(frozen=True)
+class Estimator:
+    G: int = 8
+    keys: dict = dataclasses.field(default_factory=dict)         # of `training`, over Dr. GRPO's
+    change: Callable[[float, float, int], float] = as_it_is      # what becomes of an advantage
+    pays: dict = dataclasses.field(default_factory=dict)         # over the task's REWARD_WEIGHTS
+    temperature: float | None = None                             # at which answers are drawn
+
+
+DEFAULT = "Dr. GRPO, G = 8"
+FAMILIES: dict[str, dict[str, Estimator]] = {
+    "size of the group": {f"G = {G}" if G != 8 else DEFAULT: Estimator(G)
+                          for G in (2, 4, 8, 16, 32, 64)},
+    "baseline": {
+        "no baseline": Estimator(change=lambda advantage, reward, G: reward),
+        "leave one out (RLOO)": Estimator(change=lambda advantage, reward, G:
+                                          advantage * G / (G - 1))},
+    "division": {
+        "over the deviation": Estimator(keys={"scale_rewards": "group"}),
+        "over the own length": Estimator(keys={"loss_normalizer": "sequence"}),
+        "GRPO as published (both)": Estimator(
+            keys={"scale_rewards": "group", "loss_normalizer": "sequence"}),
+        "over the mean (MaxRL)": Estimator(keys={"scale_rewards": "mean"})},
+    "which answers": {
+        "cut-off answers masked": Estimator(keys={"mask_truncated": True}),
+        "only rewarded": Estimator(change=lambda advantage, reward, G: max(advantage, 0.0)),
+        "only punished": Estimator(change=lambda advantage, reward, G: min(advantage, 0.0)),
+        **{f"SIL, {k} best of 8": Estimator(keys={"learning_type": "sil", "k_best_of_n": [k, 8]})
+           for k in (1, 2, 4)}},
+    "rewards and sampling": {
+        **{f"form pays {weight}": Estimator(pays={"format": weight}) for weight in (0.0, 1.0)},
+        **{f"temperature {value}": Estimator(temperature=value) for value in (0.6, 1.4)},
+        **{f"KL 0.02 in the {where}": Estimator(keys={"kl_beta": 0.02, "kl_in": where})
+           for where in ("reward", "loss")}}}
+ESTIMATORS = {name: each for family in FAMILIES.values() for name, each in family.items()}
+# {name: (which update of a batch, clip)}
+LATER = {"second update": (2, None), "second update, clipped": (2, (0.2, 0.2)),
+         "fourth update": (4, None), "fourth update, clipped": (4, (0.2, 0.2))}
 
 
 # ---------------------------------------------------------------- a pool of answers
@@ -79,40 +112,73 @@ class Sketch:
         flat = torch.cat([each.flatten() for each in gradients]).cpu() * self.signs
         return flat.new_zeros(BUCKETS).index_add_(0, self.buckets, flat)
 
-    def of_log_pi(self, policy: torch.nn.Module, answer: main.Trajectory) -> torch.Tensor:
-        logprobs, _ = policy([answer])
-        return self.of(torch.autograd.grad(logprobs.sum(), self.parameters))
+    def of_log_pi(self, logprobs: torch.Tensor) -> torch.Tensor:
+        return self.of(torch.autograd.grad(logprobs.sum(), self.parameters, retain_graph=True))
+
+    def of_penalty(self, logprobs: torch.Tensor, answer: main.Trajectory, training,
+                   where: str) -> torch.Tensor:
+        """What a KL term of weight 1 adds to what is ascended, in a batch of this answer alone."""
+        with_kl = training.model_copy(update={"kl_beta": 1.0, "kl_in": where})
+        blank = dataclasses.replace(answer, advantage=0.0)
+        loss, _ = main.policy_loss(logprobs, [blank], 1, len(logprobs), with_kl)
+        return -self.of(torch.autograd.grad(loss, self.parameters, retain_graph=True))
 
 
-def pool_of(config, num_questions: int, answers_each: int) -> tuple[list[list], torch.Tensor]:
-    """Groups of answers, and the sketch of the gradient of each answer's log pi: (questions,
-    answers, BUCKETS). Equal answers to a question have equal gradients."""
-    run = one_step.prepare(config)
-    if num_questions > len(run.training_rows):
-        raise UserError(f"{num_questions} questions are asked for, and there are "
+@dataclasses.dataclass
+class Pool:
+    """Groups of answers, and for each answer the sketch of the gradient of its log pi, and of its
+    KL terms: (questions, answers, BUCKETS). Equal answers to a question have equal gradients."""
+
+    groups: list[list[main.Trajectory]]
+    sketches: torch.Tensor
+    penalties: dict[str, torch.Tensor]  # {kl_in: ...}; none without a reference
+
+
+def questions_of(run: main.Run, count: int) -> list[dict]:
+    if count > len(run.training_rows):
+        raise UserError(f"{count} questions are asked for, and there are "
                         f"{len(run.training_rows)} to train on: see --questions")
-    main.random_stream(config.training.seed, 0, "estimators")
-    rows = random.Random(config.training.seed).sample(run.training_rows, num_questions)
+    return random.Random(run.config.training.seed).sample(run.training_rows, count)
+
+
+def pool_of(run: main.Run, rows: list[dict], answers_each: int,
+            reference: Callable | None = None) -> Pool:
+    main.random_stream(run.config.training.seed, 0, "estimators")
     answers = main.sample(run, rows, answers_each, one_step.NO_BAR)
     main.score(answers, run.task, one_step.NO_BAR)
+    training = training_of(run.config, Estimator())
     sketch, policy, found = Sketch(run.model), run.policy.module.eval(), {}
+    sketches: dict[str, list] = {"log pi": []} | ({"reward": [], "loss": []} if reference else {})
     for i, answer in enumerate(tqdm(answers, desc="gradients", mininterval=10)):
         key = i // answers_each, tuple(answer.completion_ids)
         if key not in found:
-            found[key] = sketch.of_log_pi(policy, answer)
-        answer.sketch = found[key]
+            logprobs, _ = policy([answer])
+            found[key] = {"log pi": sketch.of_log_pi(logprobs)}
+            if reference:
+                answer.reference_logprobs = reference([answer])
+                found[key] |= {where: sketch.of_penalty(logprobs, answer, training, where)
+                               for where in ("reward", "loss")}
+        for name, own in sketches.items():
+            own.append(found[key][name])
+    stacked = {name: torch.stack(own).view(len(rows), answers_each, BUCKETS)
+               for name, own in sketches.items()}
     groups = [answers[i:i + answers_each] for i in range(0, len(answers), answers_each)]
-    return groups, torch.stack([torch.stack([each.sketch for each in group]) for group in groups])
+    return Pool(groups, stacked.pop("log pi"), stacked)
 
 
 # ---------------------------------------------------------------- an estimator on it
 
-def training_of(config, G: int, keys: dict):
-    """Dr. GRPO but for `keys`, whatever the run was."""
+def training_of(config, estimator: Estimator):
+    """Dr. GRPO but for the estimator's keys, whatever the run was."""
     plain = {"learning_type": "grpo", "scale_rewards": "none", "loss_normalizer": "max_length",
              "updates_per_batch": 1, "kl_beta": 0.0, "mask_truncated": False,
-             "k_best_of_n": [G, G]}
-    return config.training.model_copy(update=plain | keys)
+             "k_best_of_n": [estimator.G, estimator.G]}
+    return config.training.model_copy(update=plain | estimator.keys)
+
+
+def reward_of(answer: main.Trajectory, task, estimator: Estimator) -> float:
+    weights = task.REWARD_WEIGHTS | estimator.pays
+    return sum(weight * answer.parts[part] for part, weight in weights.items())
 
 
 def with_advantages(groups: list[list], training, change: Callable, stream) -> list:
@@ -128,7 +194,9 @@ def with_advantages(groups: list[list], training, change: Callable, stream) -> l
 
 
 def weights_of(groups: list[list], training, change: Callable, stream) -> list[float]:
-    """How much of its gradient of log pi each answer of a batch adds to what is ascended."""
+    """How much of its gradient of log pi each answer of a batch adds to what is ascended, KL terms
+    aside."""
+    training = training.model_copy(update={"kl_beta": 0.0})
     counted, weights = with_advantages(groups, training, change, stream), {}
     if learned := main.learned_from(counted, training):
         lengths = [len(answer.completion_ids) for answer in learned]
@@ -142,14 +210,14 @@ def weights_of(groups: list[list], training, change: Callable, stream) -> list[f
     return [weights.get(id(answer), 0.0) for group in groups for answer in group]
 
 
-def by_question(groups: list[list], sketches: torch.Tensor, training, change: Callable,
+def by_question(pool: Pool, training, change: Callable,
                 rounds: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Each question's mean gradient over groups of G that are drawn from its answers without
     putting back, `rounds` times over: (questions, BUCKETS); and the mean square of their lengths:
     (questions,)."""
     G, stream = training.k_best_of_n[1], random.Random(0)
     means, squares = [], []
-    for group, own in zip(groups, sketches, strict=True):
+    for question, (group, own) in enumerate(zip(pool.groups, pool.sketches, strict=True)):
         drawn = []
         for _ in range(rounds):
             order = stream.sample(range(len(group)), len(group))
@@ -157,6 +225,8 @@ def by_question(groups: list[list], sketches: torch.Tensor, training, change: Ca
                 chosen = order[start:start + G]
                 weights = weights_of([[group[i] for i in chosen]], training, change, stream)
                 drawn.append(torch.tensor(weights, dtype=own.dtype) @ own[chosen])
+                if beta := training.kl_beta:
+                    drawn[-1] += beta * pool.penalties[training.kl_in][question, chosen].mean(0)
         drawn = torch.stack(drawn)
         means.append(drawn.mean(0))
         squares.append(drawn.square().sum(1).mean())
@@ -170,14 +240,48 @@ def truth_of(values: list[list[float]], sketches: torch.Tensor) -> torch.Tensor:
     return torch.einsum("qk,qkm->qm", advantages, sketches) / (values.shape[1] - 1)
 
 
-def figures_of(means, squares, truths: dict, groups_a_batch: float) -> dict[str, float]:
-    """From products of different questions alone, but for the squares."""
-    def product(a, b):
-        all_pairs = a.sum(0) @ b.sum(0) - (a * b).sum()
-        return (all_pairs / (len(a) * (len(a) - 1))).item()
+def later_updates(run: main.Run, rows: list[dict]) -> dict[str, torch.Tensor]:
+    """What is ascended in the later updates of LATER, for batches of these questions: (batches,
+    BUCKETS). Each batch begins with the same weights, and an optimizer at rest."""
+    sketch, G = Sketch(run.model), Estimator().G
+    before = copy.deepcopy([run.model.state_dict(), run.optimizer.state_dict()])
+    found: dict[str, list] = {name: [] for name in LATER}
+    main.random_stream(run.config.training.seed, 0, "later updates")
+    for start in tqdm(range(0, len(rows), BATCH // G), desc="later updates", mininterval=10):
+        answers = main.sample(run, rows[start:start + BATCH // G], G, one_step.NO_BAR)
+        main.score(answers, run.task, one_step.NO_BAR)
+        groups = [answers[i:i + G] for i in range(0, len(answers), G)]
+        for clip in {clip for _, clip in LATER.values()}:
+            training = training_of(run.config, Estimator(keys={
+                "updates_per_batch": 4, "clip": clip, "max_grad_norm": None, "ratio": "token"}))
+            own = copy.copy(run)
+            own.config = run.config.model_copy(update={"training": training})
+            counted = with_advantages(groups, training, as_it_is, random.Random(0))
+            for answer in answers:
+                answer.old_logprobs = None
+            for update in range(1, training.updates_per_batch + 1):
+                main.policy_gradient(own, counted, one_step.NO_BAR)
+                for name, which in LATER.items():
+                    if which == (update, clip):
+                        found[name].append(-sketch.of([each.grad for each in sketch.parameters]))
+                run.optimizer.step()
+            run.model.load_state_dict(before[0])
+            run.optimizer.load_state_dict(copy.deepcopy(before[1]))
+    return {name: torch.stack(own) for name, own in found.items()}
 
-    signal = max(product(means, means), 1e-30)  # where there is none, the intervals say so
+
+def product(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The mean over all pairs of different questions."""
+    all_pairs = a.sum(0) @ b.sum(0)
+    if len(a) != len(b):  # they are of other questions anyway
+        return (all_pairs / (len(a) * len(b))).item()
+    return ((all_pairs - (a * b).sum()) / (len(a) * (len(a) - 1))).item()
+
+
+def figures_of(means, squares, truths: dict, groups_a_batch: float) -> dict[str, float]:
+    signal = product(means, means)
     noise = max(squares.mean().item() - signal, 0.0) / groups_a_batch
+    signal = max(signal, 1e-9 * noise, 1e-30)
     found = {"noise": math.sqrt(noise / signal)}
     for name, truth in truths.items():
         along = product(means, truth) / math.sqrt(max(product(truth, truth), 1e-30))
@@ -186,40 +290,112 @@ def figures_of(means, squares, truths: dict, groups_a_batch: float) -> dict[str,
     return found
 
 
-def with_intervals(means, squares, truths: dict, groups_a_batch: float) -> dict[str, list[float]]:
-    """{figure: [value, half of its 95 % interval]}, by leaving out one question after the other."""
-    whole = figures_of(means, squares, truths, groups_a_batch)
-    kept = [[j for j in range(len(means)) if j != i] for i in range(len(means))]
-    parts = [figures_of(means[some], squares[some],
-                        {name: truth[some] for name, truth in truths.items()}, groups_a_batch)
-             for some in kept]
-    found = {}
-    for name, value in whole.items():
-        each = torch.tensor([part[name] for part in parts])
-        spread = (each - each.mean()).square().sum() * (len(each) - 1) / len(each)
-        found[name] = [round(value, 4), round(1.96 * spread.sqrt().item(), 4)]
-    return found
+def half_interval(values: list[float]) -> float:
+    """Of a figure, by what it is without one question after the other: a jackknife, of 95 %."""
+    values = torch.tensor(values, dtype=torch.float64)
+    spread = (values - values.mean()).square().sum() * (len(values) - 1) / len(values)
+    return 1.96 * spread.sqrt().item()
 
 
-def measured(config, num_questions: int, answers_each: int, rounds: int) -> dict:
-    groups, sketches = pool_of(config, num_questions, answers_each)
-    task = main.load_task(config)
-    truths = {REWARD: truth_of([[each.reward for each in group] for group in groups], sketches),
-              SOLVED: truth_of([[each.parts[task.SOLVED] for each in group] for group in groups],
-                               sketches)}
-    solved = [sum(each.parts[task.SOLVED] for each in group) / answers_each for group in groups]
-    answers = [each for group in groups for each in group]
-    found = {"solved": sorted(round(each, 3) for each in solved),
+def without_each(count: int) -> list[list[int]]:
+    return [[j for j in range(count) if j != i] for i in range(count)]
+
+
+def is_lost(gradients: torch.Tensor) -> bool:
+    """In the noise: the interval of its squared length reaches 0."""
+    lengths = [product(gradients[kept], gradients[kept]) for kept in without_each(len(gradients))]
+    return product(gradients, gradients) <= half_interval(lengths)
+
+
+def with_intervals(means, squares, truths: dict, groups_a_batch: float,
+                   beside: list[float] | None = None) -> tuple[dict[str, list], list[float]]:
+    """{figure: [value, half of its interval]}, from questions, or from batches of questions that
+    are not those of the truths. Of what is lost in noise no direction is told. And the cosine of a
+    batch, as it is and without each question: what the next estimator is held `beside`, so that
+    what the choice of questions does to both is not counted."""
+    known = {name: truth for name, truth in truths.items() if not is_lost(truth)}
+    whole = figures_of(means, squares, known, groups_a_batch)
+    parts = [figures_of(means[kept], squares[kept], {
+        name: truth[kept] if len(truth) == len(means) else truth
+        for name, truth in known.items()}, groups_a_batch) for kept in without_each(len(means))]
+    found = {name: [round(value, 4), round(half_interval([part[name] for part in parts]), 4)]
+             for name, value in whole.items()}
+    lost = {name for name in truths if name not in known}
+    nowhere = is_lost(means)
+    for name in ("noise", *(f"{of}, {name}" for of in ("mean", "batch") for name in truths)):
+        if name.partition(", ")[2] in lost or nowhere and not name.startswith("batch"):
+            found[name] = LOST
+    cosines = [each.get(f"batch, {OWN}", math.nan) for each in (whole, *parts)]
+    if beside and not math.isnan(beside[0]) and found[f"batch, {OWN}"] != LOST:
+        if len(beside) == len(cosines):
+            half = half_interval([own - other for own, other in zip(cosines[1:], beside[1:])])
+        else:  # they are of other questions
+            half = math.hypot(half_interval(cosines[1:]), half_interval(beside[1:]))
+        found[BEYOND] = [round(cosines[0] - beside[0], 4), round(half, 4)]
+    return found, cosines
+
+
+def known_to(truth: torch.Tensor) -> float:
+    """The cosine of a truth that so many questions tell with that of all questions."""
+    return math.sqrt(max(0.0, product(truth, truth)) / truth.mean(0).square().sum().item())
+
+
+def own_truth(pool: Pool, task, estimator: Estimator, training) -> torch.Tensor:
+    """The gradient of the expected reward that the estimator is paid, at the temperature at which
+    it draws, less its KL term; over L, as in the loss."""
+    rewards = [[reward_of(each, task, estimator) for each in group] for group in pool.groups]
+    truth = truth_of(rewards, pool.sketches) / training.max_new_gen_tokens
+    if beta := training.kl_beta:
+        truth = truth + beta * pool.penalties[training.kl_in].mean(1)
+    return truth
+
+
+def measured(config, num_questions: int, answers_each: int, rounds: int, num_batches: int,
+             begun_as: str) -> dict:
+    run, pools = one_step.prepare(config), {}
+    rows = questions_of(run, num_questions + num_batches * BATCH // Estimator().G)
+    reference = None
+    if begun_as != config.model.name:  # else there is no KL yet
+        model = config.model.model_copy(update={"name": begun_as})
+        begun, _ = main.load_model(config.model_copy(update={"model": model}))
+        reference = main.make_reference(main.Policy, begun, config)
+    for temperature in (None, *{each.temperature for each in ESTIMATORS.values()} - {None}):
+        own = run
+        if temperature is not None:
+            sampling = config.sampling.model_copy(update={"temperature": temperature})
+            own = one_step.prepare(config.model_copy(update={"sampling": sampling}))
+        pools[temperature] = pool_of(own, rows[:num_questions],
+                                     answers_each // (2 if temperature else 1))
+    with_kl = reference and pool_of(run, rows[:num_questions], answers_each // 4, reference)
+    pool, task = pools[None], run.task
+    right = [[each.parts[task.SOLVED] for each in group] for group in pool.groups]
+    solved = truth_of(right, pool.sketches)
+    answers = [each for group in pool.groups for each in group]
+    found = {"solved": sorted(round(sum(each) / answers_each, 3) for each in right),
              "different": round(sum(len({tuple(each.completion_ids) for each in group})
-                                    for group in groups) / len(answers), 3),
+                                    for group in pool.groups) / len(answers), 3),
              "cut off": round(sum(each.truncated for each in answers) / len(answers), 3),
              "tokens": round(sum(len(each.completion_ids) for each in answers) / len(answers), 1),
-             "estimators": {}}
-    for name, (G, keys, change) in ESTIMATORS.items():
-        if G <= answers_each:
-            training = training_of(config, G, keys)
-            means, squares = by_question(groups, sketches, training, change, rounds)
-            found["estimators"][name] = with_intervals(means, squares, truths, BATCH / G)
+             "known to": {}, "estimators": {}}
+    beside = None
+    for name, estimator in sorted(ESTIMATORS.items(), key=lambda each: each[0] != DEFAULT):
+        training = training_of(config, estimator)
+        own = with_kl if training.kl_beta else pools[estimator.temperature]
+        if not own or estimator.G > len(own.groups[0]):
+            continue
+        for each in (each for group in own.groups for each in group):
+            each.reward = reward_of(each, task, estimator)
+        truths = {OWN: own_truth(own, task, estimator, training), SOLVED: solved}
+        means, squares = by_question(own, training, estimator.change, rounds)
+        found["estimators"][name], cosines = with_intervals(means, squares, truths,
+                                                            BATCH / estimator.G, beside)
+        beside = beside or cosines
+    truths = {OWN: own_truth(pool, task, Estimator(), training_of(config, Estimator())),
+              SOLVED: solved}
+    found["known to"] = {name: round(known_to(truth), 3) for name, truth in truths.items()}
+    for name, batches in later_updates(run, rows[num_questions:]).items() if num_batches else ():
+        found["estimators"][name], _ = with_intervals(batches, batches.square().sum(1), truths, 1,
+                                                      beside)
     return found
 
 
@@ -228,44 +404,101 @@ def show(name: str, found: dict) -> None:
     hard = sum(each < 0.1 for each in solved)
     print(f"{name}: {100 * found['different']:.0f} % of answers differ, "
           f"{sum(solved) / len(solved):.2f} are right; {hard} of {len(solved)} questions are "
-          "solved less than one time in ten\n\n"
-          "| estimator | cosine of its mean | of one batch | noise over signal "
-          "| answers until 0.9 |\n| --- | --- | --- | --- | --- |")
-    for estimator, row in found["estimators"].items():
-        along, noise = row[f"mean, {REWARD}"][0], row["noise"][0]
-        needed = BATCH * noise ** 2 / ((along / 0.9) ** 2 - 1) if along > 0.9 else math.inf
-        shown = [f"{row[key][0]:.2f} ± {row[key][1]:.2f}"
-                 for key in (f"mean, {REWARD}", f"batch, {REWARD}", "noise")]
-        print(f"| {estimator} | {' | '.join(shown)} "
-              f"| {'never' if math.isinf(needed) else f'{needed:,.0f}'} |", flush=True)
+          "solved less than one time in ten; the cosine of the truth as known with the whole truth "
+          f"is {found['known to'][OWN]:.2f}\n\n"
+          f"| estimator | mean | with {SOLVED} | one batch | beyond Dr. GRPO | noise / signal "
+          f"| answers |\n|{' --- |' * 7}")
+    for estimator in [*ESTIMATORS, *LATER]:
+        if estimator not in found["estimators"]:
+            continue
+        row = {BEYOND: LOST, **found["estimators"][estimator]}
+        along, noise = row[f"mean, {OWN}"][0], row["noise"][0]
+        needed = ("" if along is None else "never" if along <= 0.9 else
+                  f"{float(f'{BATCH * noise ** 2 / ((along / 0.9) ** 2 - 1):.2g}'):,.0f}")
+        shown = ["" if (estimator, key) == (DEFAULT, BEYOND) else "lost in noise"
+                 if row[key] == LOST else f"{row[key][0]:{sign}.2f} ± {row[key][1]:.2f}"
+                 for key, sign in ((f"mean, {OWN}", ""), (f"mean, {SOLVED}", ""),
+                                   (f"batch, {OWN}", ""), (BEYOND, "+"))]
+        shown += ["" if noise is None else f"{noise:.1f}", needed]
+        print(f"| {estimator} | {' | '.join(shown)} |", flush=True)
 
 
-def draw(known: dict, path: Path) -> None:
+def runs_of(path: Path | None) -> dict[str, list[tuple[float, float]]]:
+    """{estimator: what share each run that learned with it solved before and in the end}, from what
+    bench/experiments.py keeps."""
+    runs: dict[str, list] = {}
+    for title, record in kept.read(path).items() if path else ():
+        name = title.rpartition(" seed ")[0]
+        if name in ESTIMATORS:
+            runs.setdefault(name, []).append(
+                (record["curve"][0]["solved"], record["curve"][-1]["solved"]))
+    return runs
+
+
+def show_ends(known: dict, runs: dict[str, list[tuple[float, float]]]) -> None:
+    """What runs made of it, the best first."""
+    print(f"\n| | cosine of a batch at {', '.join(known)} | solved in the end |\n|{' --- |' * 3}")
+    ends = {name: [end for _, end in own] for name, own in runs.items()}
+    for name in sorted(ends, key=lambda name: -sum(ends[name])):
+        cosines = [found["estimators"][name][f"batch, {OWN}"] for found in known.values()]
+        shown = ["lost in noise" if each == LOST else f"{each[0]:.2f}" for each in cosines]
+        print(f"| {name} | {', '.join(shown)} | {' '.join(f'{end:.2f}' for end in ends[name])} |")
+
+
+def draw(known: dict, runs: dict[str, list[tuple[float, float]]], path: Path) -> None:
     """Bars are the cosine of one batch with the truth, dots that of the mean of many; a panel for
-    each model. G = 8 is what others are compared with."""
-    names = [name for name in ESTIMATORS
-             if all(name in found["estimators"] for found in known.values())]
-    figure = Figure(figsize=(3 + 3.2 * len(known), 0.28 * len(names) + 1.2), layout="constrained")
-    for axes, (model, found) in zip(figure.subplots(1, len(known), sharey=True, squeeze=False)[0],
-                                    known.items()):
-        rows = [found["estimators"][name] for name in names]
-        one, many = ([row[key] for row in rows] for key in (f"batch, {REWARD}", f"mean, {REWARD}"))
-        places = range(len(names))
-        axes.barh(places, [value for value, _ in one], xerr=[half for _, half in one],
-                  color=["#a3a3a3" if name == "G = 8" else "#fdba74" for name in names],
-                  ecolor="#737373", label="one batch of 128 answers")
-        axes.errorbar([value for value, _ in many], places, xerr=[half for _, half in many],
-                      fmt="o", color="#1d4ed8", label="the mean of many")
-        axes.axvline(one[names.index("G = 8")][0], color="#a3a3a3", linewidth=0.8)
-        axes.set_yticks(places, names)
-        axes.set_xlim(0, 1.1)
+    each model, unless all is lost there, and one for what runs made of it."""
+    known = {model: found for model, found in known.items()
+             if found["estimators"][DEFAULT][f"batch, {OWN}"] != LOST} or known
+    places, place = {}, 0.0
+    for family in (*FAMILIES.values(), LATER):
+        for name in family:
+            if any(name in found["estimators"] for found in known.values()):
+                places[name] = place = place + 1
+        place += 0.7
+    figure = Figure(figsize=(3 + 3.2 * len(known) + 2 * bool(runs), 0.28 * place + 1.2),
+                    layout="constrained")
+    panels = figure.subplots(1, len(known) + bool(runs), sharey=True, squeeze=False, width_ratios=[
+        3] * len(known) + [2] * bool(runs))[0]
+    for axes, (model, found) in zip(panels, known.items()):
+        for name, place in places.items():
+            draw_row(axes, place, found["estimators"].get(name, {}), name == DEFAULT)
+        axes.set(title=f"{model}: {100 * found['different']:.0f} % of answers differ",
+                 xlabel=f"cosine with the true gradient\nof {OWN}", xlim=(0, 1.25))
+    if runs:
+        for name, own in runs.items():
+            panels[-1].plot([end for _, end in own], [places[name]] * len(own), "|", markersize=11,
+                            markeredgewidth=2, color="#737373" if name == DEFAULT else "#15803d")
+        for style, shares in zip(":-", zip(*runs[DEFAULT])):  # before, and in the end
+            panels[-1].axvline(sum(shares) / len(shares), color="#a3a3a3", linestyle=style,
+                               linewidth=0.8)
+        panels[-1].set(xlim=(0, None), title="runs of 60 steps",
+                       xlabel="share solved, each seed\n(dotted: before)")
+    for axes in panels:
         axes.grid(axis="x", alpha=0.3)
-        axes.set_title(f"{model}: {100 * found['different']:.0f} % of answers differ")
-    axes.invert_yaxis()
-    figure.supxlabel("cosine with the true gradient of the expected reward")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2,
+    panels[0].set_yticks([*places.values()], [*places])
+    panels[0].invert_yaxis()
+    handles, labels = panels[0].get_legend_handles_labels()
+    each_once = dict(zip(labels, handles))
+    figure.legend(each_once.values(), each_once.keys(), loc="outside upper center", ncols=3,
                   frameon=False)
     figure.savefig(path, dpi=80)
+
+
+def draw_row(axes, place: float, row: dict, is_default: bool) -> None:
+    (one, half), (many, spread) = (row.get(f"{of}, {OWN}", LOST) for of in ("batch", "mean"))
+    if one is not None:
+        axes.barh(place, one, xerr=half, ecolor="#737373",
+                  label="Dr. GRPO's" if is_default else f"one batch of {BATCH} answers",
+                  color="#a3a3a3" if is_default else "#fdba74")
+        if is_default:
+            axes.axvline(one, color="#a3a3a3", linewidth=0.8)
+    if many is not None:
+        axes.errorbar(many, place, xerr=spread, fmt="o", color="#1d4ed8",
+                      label="the mean of many batches")
+    else:
+        axes.text(1, place, "lost in noise" if row else "not measured", color="#737373",
+                  ha="center", va="center", fontsize=8)
 
 
 def command(arguments: list[str]) -> int:
@@ -275,34 +508,45 @@ def command(arguments: list[str]) -> int:
     parser.add_argument("--questions", type=int, default=64, help="at least 3")
     parser.add_argument("--answers", type=int, default=64, help="to each question, at least 8")
     parser.add_argument("--rounds", type=int, default=2, help="how often a pool is dealt out")
+    parser.add_argument("--batches", type=int, default=8, help="for the later updates; 0: none")
+    parser.add_argument("--config", action="append", default=[], help="as for main.py")
     parser.add_argument("--data", type=Path, default=ROOT / "runs" / "estimators.json",
                         help="what it holds under a NAME is not measured again")
     parser.add_argument("--picture", type=Path)
+    parser.add_argument("--runs", type=Path, help="what bench/experiments.py keeps, to set beside")
     parser.add_argument("keys", nargs="*", help="section.key=value")
     options = parser.parse_intermixed_args(arguments)
-    if options.questions < 3 or options.answers < 8 or options.rounds < 1:
-        parser.error("3 questions with 8 answers each, dealt out once, are the least")
+    if (options.questions < 3 or options.answers < 8 or options.rounds < 1
+            or options.batches in (1, 2, options.questions)):
+        parser.error("3 questions with 8 answers each, dealt out once, are the least, and 3 "
+                     "batches (but not as many as questions)")
     models = [model.partition("=") for model in options.model or ["first=tiny/model"]]
     if not all(folder for _, _, folder in models):
         parser.error("--model NAME=FOLDER, like before=tiny/model")
     torch.manual_seed(0)
-    known = json.loads(options.data.read_text()) if options.data.exists() else {}
+    known = kept.read(options.data)
     try:
         join()
         for name, _, folder in models:
             if name not in known:
-                keys = [*ask.settings_of(Path(folder))[0], f"model.name={json.dumps(folder)}"]
-                config = main.load_config([*keys, *options.keys])
-                known[name] = measured(config, options.questions, options.answers, options.rounds)
-                options.data.parent.mkdir(parents=True, exist_ok=True)
-                options.data.write_text(json.dumps(known, indent=1) + "\n")
+                own, _ = ask.settings_of(Path(folder))
+                keys = [*(word for path in options.config for word in ("--config", path)),
+                        *own, *options.keys]
+                config = main.load_config([*keys, f"model.name={json.dumps(folder)}"])
+                known[name] = measured(
+                    config, options.questions, options.answers, options.rounds, options.batches,
+                    main.load_config(keys).model.name if own else folder)
+                kept.write(options.data, known)
             show(name, known[name])
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    shown, runs = {name: known[name] for name, _, _ in models}, runs_of(options.runs)
+    if runs:
+        show_ends(shown, runs)
     if options.picture:
-        draw(known, options.picture)
-    print(json.dumps({name: found["estimators"] for name, found in known.items()}))
+        draw(shown, runs, options.picture)
+    print(json.dumps({name: found["estimators"] for name, found in shown.items()}))
     return 0
 
 

@@ -16,7 +16,6 @@ import os
 import statistics
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow.parquet
@@ -24,6 +23,7 @@ import pyarrow.parquet
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 import one_step
+from kept import run_missing
 
 import main
 from machinery.ranks import join
@@ -49,7 +49,7 @@ def make_hard_questions(path: Path, tried: int) -> None:
     print(f"{len(hard)} of {len(rows)} questions are never solved in {G} answers", flush=True)
 
 
-def curve_of(title: str, keys: list[str], options: argparse.Namespace) -> list[dict]:
+def curve_of(keys: list[str], options: argparse.Namespace) -> list[dict]:
     command = [sys.executable, "main.py", f"training.num_samples_per_step={N}",
                f"training.max_steps={options.steps}", "validation.best_of_n=2", *keys,
                *options.keys, f"run.dir={options.out}"]
@@ -100,15 +100,8 @@ def command() -> None:
               [*keys, f"training.refill={rounds}", f"training.seed={seed}"]
               for seed, (name, keys), rounds in itertools.product(
                   options.seeds, settings.items(), (0, 3))}
-    known = json.loads(options.data.read_text()) if options.data.exists() else {}
-    missing = [title for title in wanted if title not in known]
-    with ThreadPoolExecutor(2) as pool:
-        for title, curve in zip(missing, pool.map(
-                lambda title: curve_of(title, wanted[title], options), missing)):
-            known[title] = curve
-            lines = (f"{json.dumps(title)}: {json.dumps(each)}" for title, each in known.items())
-            options.data.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-            print(f"{title}: {curve[-1]}", flush=True)
+    known = run_missing(options.data, wanted, lambda keys: curve_of(keys, options), 2,
+                        lambda curve: curve[-1])
 
     print("| setting | refill | solved by step | form | tokens | answers sampled | seconds |\n"
           "| --- | --- | --- | --- | --- | --- | --- |")

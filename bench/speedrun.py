@@ -1,42 +1,47 @@
-"""Seconds of training until so many of the held-out questions are solved: this trainer, and beside
-it TRL's GRPOTrainer or another checkout of this one.
+"""Seconds of training until so many of the held-out questions are solved, beyond doubt: the lower
+bound of the interval counts. This trainer, and beside it TRL's GRPOTrainer or another checkout of
+this one.
 
     .venv/bin/python bench/speedrun.py
         this trainer alone
     .venv/bin/python bench/speedrun.py --trl-python bench/.venv/bin/python
         and TRL; for its environment see versus_trl.py
     .venv/bin/python bench/speedrun.py --beside ../unchanged
-        and the trainer in that folder, with its own config.yaml
+        and the trainer in that folder, with its own settings; says which of them differ
 
 For each seed the sides take turns on the same cores, validation.every steps at a time, so that what
 else the machine does hits all of them. The seconds count all that a step does. Before the first
 turn and after each the clock stands while eval/solved is measured, for TRL by main.py's evaluation
 as well, on a copy of its weights. TRL has the same weights to begin with, the same questions in the
-same order, groups, length, learning rates and loss (dr_grpo, no KL), from config.yaml and the keys
+same order, groups, length, learning rates and loss (dr_grpo, no KL), from --config and the keys
 given."""
 
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 
-from sides import Side, layout
+from sides import ROOT, Side, layout
 
 parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
 parser.add_argument("--trl-python", help="the Python of an environment with bench/requirements.txt")
 parser.add_argument("--beside", type=Path, metavar="FOLDER", help="another checkout")
-parser.add_argument("--target", type=float, default=0.65, help="eval/solved to reach")
+parser.add_argument("--target", type=float, default=0.65,
+                    help="for the lower bound of eval/solved to reach")
+parser.add_argument("--config", default="config.yaml", help="recipes/lab.yaml, say")
 parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
 parser.add_argument("--layout", type=layout, default=(2, 1), help="ranks x threads, like 2x1")
 parser.add_argument("--trl-passes", type=int, default=1,
                     help="micro-batches in which TRL takes a rank's rows")
 parser.add_argument("keys", nargs="*", help="section.key=value, for all sides")
 options = parser.parse_intermixed_args()
+given = ["--config", options.config, *options.keys]
 
 
 def start(seed: int) -> dict[str, Side]:
-    keys = [*options.keys, f"training.seed={seed}"]
+    keys = [*given, f"training.seed={seed}"]
     sides = {"ours": Side(sys.executable, "ours", "training", 1, *options.layout, keys)}
     try:
         if options.trl_python:
@@ -50,9 +55,22 @@ def start(seed: int) -> dict[str, Side]:
     return sides
 
 
+def reached(answer: dict) -> bool:
+    return answer["solved"] - answer["interval"] >= options.target
+
+
+def settings(root: Path) -> dict[str, object]:
+    """{key: value} of that checkout."""
+    tell = "import json, sys, main; print(main.load_config(sys.argv[1:]).model_dump_json())"
+    said = subprocess.run([sys.executable, "-c", tell, *given], cwd=root, check=True, text=True,
+                          stdout=subprocess.PIPE).stdout.splitlines()[-1]
+    return {f"{section}.{name}": value for section, values in json.loads(said).items()
+            for name, value in values.items()}
+
+
 def check(answer: dict, ours: list[dict], is_trl: bool) -> None:
     """Nothing is compared that does not begin alike, or is not given the same."""
-    if answer["step"] == 0 and answer["solved"] >= options.target:
+    if answer["step"] == 0 and reached(answer):
         sys.exit(f"error: --target {options.target}: before any training {answer['solved']:.3f} of "
                  "the questions are solved")
     same_step = [each for each in ours if each["step"] == answer["step"]]
@@ -74,16 +92,16 @@ def race(seed: int) -> dict[str, dict]:
         for name, side in list(racing.items()):
             answer = side.step()
             print(f"seed {seed}  {name:<6}  step {answer['step']:>4}  {answer['seconds']:8.1f} s  "
-                  f"solved {answer['solved']:.3f}", flush=True)
+                  f"solved {answer['solved']:.3f} ± {answer['interval']:.3f}", flush=True)
             check(answer, sides["ours"].answers, name == "trl")
-            if answer["solved"] >= options.target or not answer["left"]:
+            if reached(answer) or not answer["left"]:
                 racing.pop(name).end()
     results = {}
     for name, side in sides.items():
         last = side.answers[-1]
-        reached = last["solved"] >= options.target
-        results[name] = {"steps": last["step"] if reached else None,
-                         "seconds": round(last["seconds"], 2) if reached else None,
+        there = reached(last)
+        results[name] = {"steps": last["step"] if there else None,
+                         "seconds": round(last["seconds"], 2) if there else None,
                          "curve": [[each["step"], round(each["seconds"], 2), each["solved"]]
                                    for each in side.answers]}
     return results
@@ -121,6 +139,12 @@ medians = {rival: median([ratio(result, rival) for result in results.values()])
 print()
 for rival in rivals:
     print(f"median of {titles[rival]} / {titles['ours']}: {cell(medians[rival], '.2f')}")
+if options.beside:
+    mine, theirs = settings(ROOT), settings(options.beside.resolve())
+    print("\n| key | the other checkout | this one |\n| --- | --- | --- |")
+    for key in sorted({*mine, *theirs}):
+        if mine.get(key) != theirs.get(key):
+            print(f"| `{key}` | {theirs.get(key)} | {mine.get(key)} |")
 print(json.dumps({
     "target": options.target, "layout": "x".join(map(str, options.layout)), "keys": options.keys,
     "median_ratio": medians,

@@ -197,8 +197,9 @@ def time_training(trainer, config) -> None:
         run.step = step
         with torch.random.fork_rng():  # TRL keeps the state of one stream, which goes on after it
             main.evaluation_step(run)
-        answer(seconds, step=step, left=last - step, solved=run.log.evaluated.get("eval/solved"),
-               seen=trainer.seen.hexdigest())
+        metrics = run.log.evaluated
+        answer(seconds, step=step, left=last - step, solved=metrics.get("eval/solved"),
+               interval=metrics.get("eval/solved_ci95"), seen=trainer.seen.hexdigest())
 
     def begin(step):
         nonlocal started

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import machinery  # noqa: F401, I001  says what is being loaded, before it is
 import transformers
 from tqdm import tqdm
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from types import SimpleNamespace
 
-import ask  # beside this file; it puts main.py on the path
+import ask  # beside this file; it puts main.py on the path, and says what is being loaded
 import transformers
 from tqdm import tqdm
 

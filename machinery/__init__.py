@@ -11,7 +11,7 @@ from dotenv import load_dotenv
 
 while os.open(os.devnull, os.O_RDWR) < 3:  # a stream that is closed: the next file would be it
     pass
-if Path(sys.argv[0]).name == "main.py":
+if Path(sys.argv[0]).name in ("main.py", "ask.py", "one_step.py"):
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # and not ignored
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends the process: see `stop_signals`
     if os.environ.get("RANK", "0") == "0":

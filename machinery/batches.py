@@ -39,9 +39,8 @@ def pad_prompts(prompts: list[list[int]], device: torch.device):
     each prompt is, (prompts,)."""
     different = {prompt: i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
     longest = max(2, *map(len, different))  # one token to read ahead, and one to start from
-    padding = [longest - len(prompt) for prompt in different]
-    ids = [[0] * pad + [*prompt] for prompt, pad in zip(different, padding)]
-    mask = [[False] * pad + [True] * len(prompt) for prompt, pad in zip(different, padding)]
+    ids = [[0] * (longest - len(prompt)) + [*prompt] for prompt in different]
+    mask = [[False] * (longest - len(prompt)) + [True] * len(prompt) for prompt in different]
     which = [different[tuple(prompt)] for prompt in prompts]
     return tuple(torch.tensor(each, device=device) for each in (ids, mask, which))
 

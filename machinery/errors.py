@@ -11,15 +11,11 @@ import torch
 import torch.distributed as dist
 
 
-class UserError(Exception):
-    """Something the person who started the run can mend: one line, and exit code 2."""
-
+class UserError(Exception): ...  # what whoever started the run can mend: one line, exit code 2
 
 class SharedError(UserError): ...  # one that every rank raises
 
-
-class Stopped(Exception):
-    """This signal has asked for the end, and the step in which it came is done and saved."""
+class Stopped(Exception): ...  # by this signal; the step in which it came is done and saved
 
 
 def visible(text: str) -> str:

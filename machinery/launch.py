@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 
 from machinery.errors import SharedError, Stopped, UserError, is_lost_rank, said, tell_torchrun
@@ -21,14 +22,16 @@ SECONDS_TO_HEAR = 5  # which rank has left, from all the others that pass it on
 
 def stop_signals() -> Callable[[], Stopped | None]:
     """From now on SIGTERM, SIGINT and SIGHUP wait for the end of a step; a second Ctrl-C does not.
-    The function returned says on all ranks whether one has come to any of them."""
-    came, own_process = [], os.getpid()
+    The function returned says on all ranks whether one has come to any of them. Collective."""
+    came, all_heed, own_process = [], False, os.getpid()
 
     def heed(number, frame):
         if os.getpid() != own_process:  # in one that a reward has forked: the signal is not ours
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         came.append(number)
+        if not all_heed:  # it ends the ranks that do not: none of them is missed
+            leaving.set()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     def stop_requested() -> Stopped | None:
@@ -38,6 +41,15 @@ def stop_signals() -> Callable[[], Stopped | None]:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
             signal.signal(number, heed)
+    meeting = dist.all_reduce(torch.zeros(1), async_op=True)
+    while not meeting.is_completed():  # `heed` would wait for the end of a wait in C
+        time.sleep(0.01)
+    with suppress(RuntimeError):
+        meeting.wait()
+        all_heed = True  # before the next line, whose lock `heed` must not wait for
+        leaving.clear()
+    if came and not all_heed:
+        leave(128 + came[0])
     return stop_requested
 
 

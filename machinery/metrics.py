@@ -84,8 +84,7 @@ def evaluation_metrics(groups: list[list], task) -> dict[str, float | None]:
             math.comb(n - each, k) / math.comb(n, k) for each in right)
     kinds = [str(group[0].row.get("group", "")) for group in groups]
     for kind in sorted(set(kinds) - {""}):
-        metrics[f"eval/solved/{kind}"] = fmean(
-            value for value, of in zip(solved, kinds) if of == kind)
+        metrics[f"eval/solved/{kind}"] = fmean(x for x, of in zip(solved, kinds) if of == kind)
     return metrics | {f"eval/{name}": fmean(each) for name, each in values.items()}
 
 

@@ -3,7 +3,6 @@
 import os
 import random
 import socket
-import stat
 import threading
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -78,12 +77,7 @@ def _watch() -> None:
 
 
 def _open_sockets() -> set[int]:
-    numbers = set()
-    for name in os.listdir("/dev/fd"):
-        with suppress(OSError):  # that of the list itself
-            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                numbers.add(int(name))
-    return numbers
+    return {int(each.name) for each in Path("/dev/fd").iterdir() if each.is_socket()}
 
 
 def _end_with_the_next(group) -> None:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 from conftest import run_script
-from processes import ROOT, ranks
+from processes import ROOT, ranks, run
 
 import main
 
@@ -63,3 +63,11 @@ def test_it_asks_best_of_the_newest_run_or_the_model_named(tmp_path, monkeypatch
     assert "note: this model was trained on sums.py, and not on Countdown" in said
     shutil.rmtree(tmp_path / "runs")
     assert ask.ask(["3", "7", "=", "10"]) == 2 and "train first" in capsys.readouterr().err
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["ask.py", "one_step.py"])
+def test_the_first_words_come_before_the_libraries(name):
+    result = run(sys.executable, ROOT / "examples" / name, "--help")
+    first, second, *_ = result.stdout.splitlines()
+    assert first.startswith("importing PyTorch and transformers") and second.startswith("usage")

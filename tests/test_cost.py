@@ -128,15 +128,19 @@ def test_keys_and_values_are_not_copied_for_each_token(rows):
      "training.max_new_gen_tokens=16"],
     pytest.param(["memory.py", "--measure", "--shape", "small", "--prompt", "48",
                   "training.max_new_gen_tokens=64"], marks=pytest.mark.soak),
-    pytest.param(["experiments.py", "--only", "KL term", "--seeds", "1", "2",
+    pytest.param(["estimators.py", "--questions", "4", "--answers", "8", "--rounds", "1",
+                  "--batches", "3", "training.max_new_gen_tokens=64",
+                  "--data", "{}/data.json", "--picture", "{}/picture.png"], marks=pytest.mark.soak),
+    pytest.param(["experiments.py", "--run", "over the mean (MaxRL)", "--seeds", "1", "2",
                   "--out", "{}", "--data", "{}/data.json", "--picture", "{}/picture.png",
                   "training.max_steps=1",
                   "training.max_new_gen_tokens=16", "training.num_samples_per_step=2",
                   "data.num_validation=4", "validation.best_of_n=2"], marks=pytest.mark.soak),
-    pytest.param(["estimators.py", "--questions", "4", "--answers", "8", "--rounds", "1",
-                  "--data", "{}/data.json", "--picture", "{}/picture.png"], marks=pytest.mark.soak),
-    pytest.param(["sgd.py", "training.learning_rate=1.0", "run.dir={}", "run.name=a", *SHORT],
-                 marks=pytest.mark.soak),
+    pytest.param(["pass_at_k.py", "--model", "before=tiny/model", "--model", "after=tiny/model",
+                  "--questions", "3", "--answers", "8", "--data", "{}/data.json",
+                  "--picture", "{}/picture.png"], marks=pytest.mark.soak),
+    pytest.param(["variants.py", "sgd", "training.learning_rate=1.0", "run.dir={}", "run.name=a",
+                  *SHORT], marks=pytest.mark.soak),
     pytest.param(["refill.py", "--seeds", "1", "--steps", "1", "--tried", "400", "--out", "{}",
                   "--data", "{}/data.json", "data.num_validation=4",
                   "training.max_new_gen_tokens=16"], marks=pytest.mark.soak),
@@ -162,18 +166,22 @@ def test_each_measurement_runs_and_ends_with_one_json_line(command, tmp_path):
     elif command[0] == "memory.py":
         assert answer["forecast_gb"]["learning"] == pytest.approx(answer["measured_gb"]["learning"],
                                                                   rel=0.4)
-    elif command[0] == "experiments.py":
-        kept = json.loads((tmp_path / "data.json").read_text())
-        assert len(kept) == 6 and all(
-            [entry["step"] for entry in curve] == [0, 1] for curve in kept.values())
-        assert {name: [len(each) for each in ends.values()] for name, ends in answer.items()} == {
-            "the default": [2], "KL term": [2, 2]}
-        assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     elif command[0] == "estimators.py":
         kept = json.loads((tmp_path / "data.json").read_text())
-        assert [*kept] == ["first"] and "G = 8" in answer["first"]
+        assert [*kept] == ["first"] and "Dr. GRPO, G = 8" in answer["first"]
         assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
-    elif command[0] == "sgd.py":
+    elif command[0] == "experiments.py":
+        kept = json.loads((tmp_path / "data.json").read_text())
+        assert len(kept) == 4 and all(
+            [entry["step"] for entry in record["curve"]] == [0, 1] for record in kept.values())
+        assert len(answer["the mean lifts hard questions"]) == 2
+        assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    elif command[0] == "pass_at_k.py":
+        kept = json.loads((tmp_path / "data.json").read_text())
+        assert kept["before"] == kept["after"] and len(kept["before"]["right"]) == 3
+        assert len(answer["after"]) == 4 and answer["after"] == sorted(answer["after"])
+        assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    elif command[0] == "variants.py":
         last = read_jsonl(tmp_path / "a" / "metrics.jsonl")[-1]
         assert answer["steps"] == last["step"] == 3 and not list(tmp_path.glob("a/checkpoints/*"))
     elif command[0] == "refill.py":

@@ -157,8 +157,37 @@ def test_no_run_that_ends_is_stopped_or_started_again_raises_an_alarm(num_ranks,
             said += result.stderr
             codes.append(set(result.codes))
     assert "has left" not in said and "reach" not in said, said
+    stopped = {128 + signal.SIGTERM, -signal.SIGTERM}  # at the end of a step; before the first
     assert codes.count({0}) >= RUNS // 2 and all(
-        each in ({0}, {128 + signal.SIGTERM}, {-signal.SIGTERM}) for each in codes), codes
+        each == {0} or each <= stopped for each in codes), codes
+
+
+def run_and_be_stopped_early(late, folder, arguments):
+    """main.py, except that one rank is late where all begin to heed signals, and that the other
+    stops both while it waits there."""
+    stop_signals = main.stop_signals
+    (folder / f"pid-{main.RANK}").write_text(str(os.getpid()))
+
+    def stop():
+        for rank in (late, main.RANK):
+            os.kill(int((folder / f"pid-{rank}").read_text()), signal.SIGTERM)
+
+    def replaced():
+        if main.RANK == late:
+            time.sleep(100)
+        threading.Timer(0.5, stop).start()
+        return stop_signals()
+
+    main.stop_signals = replaced
+    run_main(*arguments)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_a_signal_ends_sooner_than_another_is_not_missed(late, tmp_path):
+    result = ranks(2, run_and_be_stopped_early, late, tmp_path,
+                   [*SMALL, *STEPS, f"run.dir={tmp_path}"])
+    assert result.codes[late] == -signal.SIGTERM
+    assert result.codes[1 - late] == 128 + signal.SIGTERM and result.stderr == ""
 
 
 def alarmed(*arguments):

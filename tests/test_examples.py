@@ -253,7 +253,7 @@ def match_without_end():
 
 
 @pytest.mark.parametrize("hang", [wait, match_without_end])
-def test_a_reward_that_does_not_answer_shows_again_and_again_where_it_stands_and_no_other_does(
+def test_a_reward_that_does_not_answer_shows_again_and_again_where_it_stands_until_it_does(
         hang, monkeypatch, capfd):
     monkeypatch.setattr(tasks, "SECONDS_FOR_A_REWARD", 0.1)
     alarm = signal.getsignal(signal.SIGALRM)
@@ -268,10 +268,11 @@ def test_a_reward_that_does_not_answer_shows_again_and_again_where_it_stands_and
                           SOLVED="right")
     main.score(trajectories, own, NO_BAR)
     assert [trajectory.reward for trajectory in trajectories] == [1.0] * 3
-    line = hang.__code__.co_firstlineno
     said = capfd.readouterr().err
-    assert said.count("Timeout (") >= 3 and said.count("in reward_function") == said.count("(0:")
-    assert re.search(rf'File "{__file__}", line \d+ in {hang.__name__}', said) and line
+    assert said.count(f"in {hang.__name__}") >= 3
+    assert re.search(rf'File "{__file__}", line \d+ in {hang.__name__}', said)
+    time.sleep(0.3)
+    assert capfd.readouterr().err == ""  # it has answered
     assert signal.getsignal(signal.SIGALRM) == alarm  # a task may have time limits of its own
 
 

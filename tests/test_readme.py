@@ -7,6 +7,7 @@ import shlex
 import sys
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -97,26 +98,43 @@ def test_every_command_that_trains_does_so_with_the_keys_it_shows(num_ranks, arg
     assert (tmp_path / "mlflow.db").exists() == ("logging.mlflow" in shown)
 
 
-def test_the_experiments_of_the_page_are_those_that_its_script_runs():
-    """In their order, which is that of the pictures too."""
-    chapters = re.split(r"^## \d+\. (.*)\n", EXPERIMENTS_PAGE, flags=re.MULTILINE)[1:]
-    assert [title.lower() for title in chapters[::2]] == [
-        name.lower() for name in experiments.EXPERIMENTS]
-    for chapter, variants in zip(chapters[1::2], experiments.EXPERIMENTS.values()):
-        shown = [ranks_and_arguments(line) for line in bash_of(chapter)]
-        assert [num_ranks for num_ranks, _ in shown] == [experiments.RANKS] * len(variants)
-        assert [[*words] for _, words in shown] == [
-            [f"{key}={value}" for key, value in keys.items()] for keys in variants.values()]
-        for _, words in shown:
-            load_config([*words])
-
-
 def test_the_page_on_estimators_shows_what_its_script_has_found(capsys):
     found = json.loads((ROOT / "docs" / "estimators.json").read_text())
     estimators.show("step 0", found["step 0"])
     _, table = capsys.readouterr().out.split("\n\n")
     assert table in (ROOT / "docs" / "estimators.md").read_text()
-    assert [*found["step 0"]["estimators"]] == [*estimators.ESTIMATORS]
+    on_the_first = json.loads((ROOT / "docs" / "estimators-first.json").read_text())
+    for base in (found, on_the_first):
+        before, *after = (list(each["estimators"]) for each in base.values())
+        assert all(each == [*estimators.ESTIMATORS, *estimators.LATER] for each in after) and after
+        assert before == [name for name in after[0] if not name.startswith("KL")]  # not before
+
+
+def test_the_page_on_experiments_shows_what_its_script_runs_and_makes_of_the_runs(capsys):
+    known = json.loads((ROOT / "docs" / "experiments.json").read_text())
+    run = [run for run in experiments.RUNS if f"{run} seed 2" in known]
+    told = [claim for claim in experiments.CLAIMS if {claim.more, claim.less} <= {*run}]
+    options = SimpleNamespace(keys=[], seeds=[0, 1, 2])
+    experiments.show_runs(run, known, options)
+    experiments.show_claims(told, known, options)
+    for table in capsys.readouterr().out.split("\n\n"):
+        assert table in EXPERIMENTS_PAGE and table
+
+    def command(run):  # for two ranks, in the order of the chapters
+        keys = experiments.USUAL | experiments.RUNS[run]
+        keys[experiments.QUESTIONS] //= 2
+        program, config = keys.pop(experiments.PROGRAM), keys.pop(experiments.CONFIG)
+        if config == "config.yaml":  # whose runs shown go on for longer
+            keys.pop("training.max_steps")
+        return [*program, *["--config", config] * (config != "config.yaml"),
+                *(f"{key}={value}" for key, value in keys.items() if key in experiments.RUNS[run])]
+
+    shown = [parse_args(shlex.split(line)[1:]) for line in bash_of(EXPERIMENTS_PAGE)
+             if "torchrun" in line]
+    assert [[each.training_script, *each.training_script_args] for each in shown] == [
+        command(each) for each in run if each != experiments.FIRST]
+    for each in shown:
+        load_config(each.training_script_args[each.training_script != "main.py":])
 
 
 def test_the_configuration_for_who_comes_from_trl_is_one(tmp_path):
@@ -139,7 +157,8 @@ def test_every_other_command_is_run_somewhere():
               "examples/one_step.py": "test_one_step.py",
               "examples/exercise.py": "test_exercise.py",
               "bench/memory.py": "test_cost.py", "bench/experiments.py": "test_cost.py",
-              "bench/estimators.py": "test_cost.py",
+              "bench/estimators.py": "test_cost.py", "bench/pass_at_k.py": "test_cost.py",
+              "bench/variants.py": "test_cost.py",
               "mlflow ui": "test_logger.py", "> mine.jsonl": "test_examples.py"}
     for line in BASH:
         if line not in TRAINING:

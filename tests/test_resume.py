@@ -17,6 +17,7 @@ from test_run import TIMES
 
 import logger
 from machinery.launch import stop_signals
+from machinery.ranks import join
 
 SMALL = ["training.max_new_gen_tokens=48", "training.num_samples_per_step=2",
          "training.k_best_of_n=[4,4]", "data.num_validation=6", "data.max_rows=200",
@@ -143,9 +144,8 @@ def test_a_run_that_torchrun_starts_again_and_that_is_then_stopped_equals_the_un
     expected = uninterrupted(2, tmp_path / "whole", *steps)
     folder = tmp_path / "interrupted"
     folder.mkdir()
-    strikes = [{"rank": 1, "point": "sampling", "passing": 3, "how": "kill"},
-               {"rank": 0, "point": "learning", "passing": 1, "how": "kill"},
-             
+    strikes = [{"rank": 0, "point": "sampling", "passing": 3, "how": "kill"},  # it has saved step 2
+               {"rank": 1, "point": "learning", "passing": 1, "how": "kill"},
                {"rank": 1, "point": "sampling", "passing": 2, "how": "stop"}]
     result = torchrun(2, "tests/interrupted_worker.py", json.dumps(strikes), folder, *SMALL, *steps,
                       f"run.dir={folder}", torchrun_options=["--max-restarts=2"])
@@ -233,6 +233,7 @@ def test_ctrl_c_saves_the_step_and_a_second_one_ends_the_run_at_once(how, code, 
 
 def stop_a_forked_child():
     readable, writable = os.pipe()
+    join()
     stop_signals()
     child = os.fork()
     if child == 0:

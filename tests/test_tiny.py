@@ -19,6 +19,8 @@ import main
 from tiny import build
 
 TINY = ROOT / "tiny"
+# the arguments that built it: they stand in the first lines of build.py
+LAB_ARGUMENTS = re.search(r"--out tiny/lab .*", build.__doc__)[0].split()
 
 
 def content(nums, target):
@@ -35,9 +37,9 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(TINY / "model")
 
 
-def values(numbers: list[Fraction]) -> set[Fraction]:
+def values(numbers: list[Fraction], allowed=lambda made: True) -> set[Fraction]:
     """All that can be made of all the numbers,
-    by taking any two and putting back what they make."""
+    by taking any two and putting back what they make, if it is allowed."""
     if len(numbers) == 1:
         return set(numbers)
     found = set()
@@ -45,7 +47,8 @@ def values(numbers: list[Fraction]) -> set[Fraction]:
         rest = [number for i, number in enumerate(numbers) if i not in (a, b)]
         x, y = numbers[a], numbers[b]
         for made in [x + y, x - y, x * y] + ([x / y] if y else []):
-            found |= values([*rest, made])
+            if allowed(made):
+                found |= values([*rest, made], allowed)
     return found
 
 
@@ -57,10 +60,13 @@ def test_the_problems_are_many_distinct_and_solvable(rows):
         assert row["target"] in values([Fraction(number) for number in row["nums"]])
 
 
-def test_no_problem_of_the_dataset_is_in_the_supervised_traces_in_any_order(rows, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["build.py"])
+@pytest.mark.parametrize("folder, arguments", [("", []), ("lab", LAB_ARGUMENTS)])
+def test_no_problem_of_the_dataset_is_in_the_supervised_traces_in_any_order(
+        folder, arguments, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["build.py", *arguments])
     arguments = build.parse_arguments()
     problems = build.make_problems(arguments)
+    rows = countdown.load(str(TINY / folder / "countdown.parquet"), None)
     assert {row["problem"] for row in rows} == set(problems)  # the very data this code makes
     traces = build.Traces(problems, arguments)
     for index in range(0, len(traces), len(traces) // 2000):
@@ -98,6 +104,51 @@ def test_every_line_of_a_trace_is_true_and_none_comes_twice(monkeypatch):
 
 
 @pytest.mark.parametrize("numbers", [3, 4])
+def test_guesses_are_all_that_can_be_made(numbers):
+    stream = random.Random(0)
+    for _ in range(100 // numbers ** 2):
+        nums = tuple(sorted(stream.randint(1, 30) for _ in range(numbers)))
+        guesses = build.guesses(nums, 99)
+        assert {made for *_, made in guesses} == values(
+            [Fraction(number) for number in nums],
+            lambda made: made.denominator == 1 and 0 <= made <= 99)
+        for calculations, expression, made in guesses:
+            assert countdown.evaluate_expression(expression) == made
+            assert calculations[-1].endswith(f"={made}")
+            assert sorted(map(int, re.findall(r"\d+", expression))) == list(nums)
+
+
+def test_guesses_are_true_but_for_slips_and_some_come_again(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["build.py", *LAB_ARGUMENTS])
+    traces = build.Traces({}, build.parse_arguments())
+    seen = Counter()
+    for index in range(0, len(traces), len(traces) // 1000):
+        prompt, trace = traces[index]
+        practice = index < len(traces) / 2
+        numbers, target = re.search(r"numbers ([\d, ]+) into .* equals (\d+)", prompt).groups()
+        lines = trace.split("\n</think>\n")[0].split("\n")
+        for line in lines:
+            sums, verdict = line.rsplit(" ", 1)
+            made = sums.rsplit("=", 1)[1]
+            assert verdict == ("yes" if made == target else "no")
+            for calculation, result in (sum_.split("=") for sum_ in sums.split(", ")):
+                true = countdown.evaluate_expression(calculation) == int(result)
+                assert true or not practice and calculation in sums.rsplit(", ", 1)[-1]
+                seen["wrong"] += not true
+                a, b = map(int, re.split(r"\D", calculation))
+                seen["turned"] += a < b
+            seen["lines"] += not practice
+        seen["again"] += len(lines) - len({"".join(sorted(line)) for line in lines})
+        solved = countdown.answer_reward_function(trace, list(map(int, numbers.split(", "))),
+                                                  int(target))
+        seen[f"right, practice {practice}"] += bool(solved)
+        assert "yes" not in "".join(lines[:-1])
+    assert 0.02 < seen["wrong"] / seen["lines"] < 0.06
+    assert 0.02 < seen["again"] / seen["lines"] < 0.08 and seen["turned"]
+    assert seen["right, practice True"] > 1.5 * seen["right, practice False"] > 100
+
+
+@pytest.mark.parametrize("numbers", [3, 4])
 def test_what_can_be_reached_is_what_a_whole_search_hits(numbers):
     stream = random.Random(0)
     for _ in range(100 // numbers ** 2):
@@ -108,8 +159,9 @@ def test_what_can_be_reached_is_what_a_whole_search_hits(numbers):
 
 
 def test_the_tokenizer_gives_every_digit_its_own_token_and_loses_nothing(rows, tokenizer):
-    traces = build.Traces({}, argparse.Namespace(seed=1, steps=10, batch_size=20, numbers=[3],
-                                                 largest=30, largest_result=99, practice=0.5))
+    traces = build.Traces({}, argparse.Namespace(
+        seed=1, steps=10, batch_size=20, search="backwards", numbers=[3], largest=30,
+        largest_result=99, practice=0.5))
     for text in [text for i in range(200) for text in traces[i]] + [
             "Any other text: é 漢字 \n\t", "0123456789"]:
         ids = tokenizer(text)["input_ids"]
@@ -123,10 +175,11 @@ def test_the_tokenizer_gives_every_digit_its_own_token_and_loses_nothing(rows, t
     assert tokenizer.eos_token_id != tokenizer.pad_token_id and tokenizer.padding_side == "left"
 
 
-def test_the_folder_and_the_model_are_of_the_promised_size():
-    assert sum(file.stat().st_size for file in TINY.rglob("*")
-               if file.is_file() and "__pycache__" not in file.parts) <= 8_000_000
-    model = AutoModelForCausalLM.from_pretrained(TINY / "model")
+@pytest.mark.parametrize("folder", ["", "lab"])
+def test_the_folder_and_the_model_are_of_the_promised_size(folder):
+    files = [TINY / folder / "countdown.parquet", *(TINY / folder / "model").iterdir()]
+    assert sum(file.stat().st_size for file in files) <= 8_000_000
+    model = AutoModelForCausalLM.from_pretrained(TINY / folder / "model")
     assert model.config.model_type == "qwen2"
     assert 1_000_000 <= sum(parameter.numel() for parameter in model.parameters()) <= 1_800_000
 

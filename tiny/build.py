@@ -3,6 +3,9 @@ base model.
 
     python tiny/build.py
         what stands in tiny/
+    python tiny/build.py --out tiny/lab --search guesses --numbers 3 4 --layers 4 --hidden 160 \
+            --steps 3000 --optimizer adamw --learning-rate 3e-3 --practice 0.5 --micro-batch-size 8
+        what stands in tiny/lab/
     python tiny/build.py --out /tmp/toy --problems 200 --hidden 32 --layers 1 --steps 10
         seconds, for a test
     python tiny/build.py --out big --numbers 3 4 --largest 99 --hidden 512 --layers 8 --heads 8
@@ -18,9 +21,18 @@ countdown.parquet. They search from the target backwards, for numbers 12, 4, 7 a
     56/7=8, 12-4=8 yes                  <- (the prompt has opened <think>)
     </think>
     <answer>(12-4)*7</answer>
+
+That of tiny/lab/ searches as people do, by guesses: in no order, now and then the same once more,
+now and then with a slip.
+
+    12-7=5, 4*5=20 no
+    12-4=8, 7*8=56 yes
+    </think>
+    <answer>(12-4)*7</answer>
 """
 
 import argparse
+import itertools
 import math
 import random
 import re
@@ -42,15 +54,23 @@ import countdown
 TARGETS = range(10, 100)
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 
-# Practice comes first: searches to the end, from which calculating, and keeping account of what has
-# been tried, are learned. Then come searches that give up: {after how many tries: how often}, None
-# for never. That giving up is the likelier choice is on purpose, so a low temperature does not
-# search on either. The rest is on purpose too: reinforcement can only make more frequent what the
-# base model does at times.
-BUDGETS = {1: 50, 2: 40, None: 10}
-# How many of the problems have no solution: from these it is learned to end after all has been
-# tried, rather than to go round in circles.
+# Practice comes first, then come searches that give up: {after how many tries: how often}, None for
+# never. Practice with whole searches, or with few guesses most of which end in a hit, is what
+# calculating, and comparing or keeping account, are learned from. That giving up early is the
+# likelier choice is on purpose, so a low temperature does not search on either. The rest is on
+# purpose too: reinforcement can only make more frequent what the base model does at times.
+BUDGETS = {
+    "backwards": ({None: 1}, {1: 50, 2: 40, None: 10}),
+    "guesses": ({1: 1, 2: 1, 3: 1},
+                {1: 40, 2: 40, 3: 10} | {budget: 1 for budget in range(5, 15)})}
+# How many of the problems searched backwards have no solution: from these it is learned to end
+# after all has been tried, rather than to go round in circles.
 UNSOLVABLE = 0.15
+# Of guesses: how much of the practice ends in a hit; how often a sum or product is turned round;
+# and, after practice, how often an earlier guess is made again, and how often the result is wrong.
+LUCKY, TURNED, AGAIN, SLIPS = 0.6, 0.3, 0.06, 0.04
+# A guess that is off by less than this comes about as early as one that hits.
+NEAR = 6
 # " yes" or " no" is one token in sixteen, and the one that the most depends on
 VERDICT_WEIGHT = 5.0
 
@@ -62,6 +82,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent,
                         help="folder to write to")
     parser.add_argument("--seed", type=int, default=0, help="of problems, traces and weights")
+    parser.add_argument("--search", choices=list(BUDGETS), default="backwards",
+                        help="how the traces search")
     parser.add_argument("--problems", type=int, default=24_000, help="rows of countdown.parquet")
     parser.add_argument("--numbers", type=int, nargs="+", default=[3],
                         help="how many numbers a problem may have")
@@ -74,10 +96,13 @@ def parse_arguments() -> argparse.Namespace:
                         help="attention heads; half as many for keys and values")
     parser.add_argument("--steps", type=int, default=2000, help="optimizer steps")
     parser.add_argument("--practice", type=float, default=0.75,
-                        help="share of the steps spent on whole searches")
+                        help="share of the steps spent on practice, before searches give up")
     parser.add_argument("--batch-size", type=int, default=32, help="traces per step")
     parser.add_argument("--micro-batch-size", type=int, default=32,
                         help="traces per forward pass; memory and speed only")
+    parser.add_argument("--optimizer", choices=["muon", "adamw"], default="muon",
+                        help="of the matrices in the layers; muon is slow where a processor has no "
+                             "bfloat16")
     parser.add_argument("--learning-rate", type=float, default=4e-3, help="at its peak")
     parser.add_argument("--workers", type=int, default=0,
                         help="processes that make traces (worth it with a GPU)")
@@ -141,11 +166,36 @@ def reachable(nums: tuple[int, ...], largest_result: int) -> frozenset[int]:
         if inner or result)  # a search does not undo 0 times a number
 
 
+@lru_cache(maxsize=10_000)
+def guesses(nums: tuple[int, ...],
+            largest_result: int) -> tuple[tuple[tuple[str, ...], str, int], ...]:
+    """All that can be made of the numbers, as (calculations, expression, what it makes)."""
+    found = {}
+
+    def combine(terms: list[tuple[int, str]], calculations: tuple[str, ...]) -> None:
+        if len(terms) == 1:
+            made, expression = terms[0]
+            found.setdefault(expression[1:-1], (calculations, made))
+        for pair in itertools.combinations(range(len(terms)), 2):
+            (b, b_text), (a, a_text) = sorted(terms[i] for i in pair)
+            rest = [term for i, term in enumerate(terms) if i not in pair]
+            for text, made in made_of(a, b, largest_result).items():
+                operator = text.strip("0123456789")
+                combine([*rest, (made, f"({a_text}{operator}{b_text})")],
+                        (*calculations, f"{text}={made}"))
+
+    combine([(number, str(number)) for number in nums], ())
+    return tuple((calculations, expression, made)
+                 for expression, (calculations, made) in found.items())
+
+
 def random_problem(rng: random.Random, args: argparse.Namespace,
                    solvable: bool = True) -> tuple[tuple[int, ...], int]:
     while True:
         nums = tuple(rng.randint(1, args.largest) for _ in range(rng.choice(args.numbers)))
-        can = reachable(tuple(sorted(nums)), args.largest_result)
+        inputs = tuple(sorted(nums)), args.largest_result
+        can = (reachable(*inputs) if args.search == "backwards"
+               else {made for *_, made in guesses(*inputs)})
         if choice := [target for target in TARGETS if (target in can) == solvable]:
             return nums, rng.choice(choice)
 
@@ -175,17 +225,21 @@ class Traces(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> tuple[str, str]:
         rng = random.Random(f"trace {self.args.seed} {index}")
+        backwards = self.args.search == "backwards"
+        practice = index < self.args.practice * self.length
         while True:
-            nums, target = random_problem(rng, self.args, solvable=rng.random() >= UNSOLVABLE)
+            nums, target = random_problem(
+                rng, self.args, solvable=not backwards or rng.random() >= UNSOLVABLE)
             # those belong to reinforcement and validation
             if (tuple(sorted(nums)), target) not in self.reserved:
                 # Now and then with the system message in front, as the chat template puts it.
                 system = f"{countdown.SYSTEM_MESSAGE}\n" if rng.random() < 0.05 else ""
-                budget = rng.choices(list(BUDGETS), BUDGETS.values())[0]
-                if index < self.args.practice * self.length:
-                    budget = None
+                budgets = BUDGETS[self.args.search][0 if practice else 1]
+                budget = rng.choices(list(budgets), budgets.values())[0]
+                largest = self.args.largest_result
                 return (system + countdown.generate_prompt(list(nums), target),
-                        make_trace(nums, target, budget, self.args.largest_result, rng))
+                        make_trace(nums, target, budget, largest, rng) if backwards else
+                        make_guesses(nums, target, budget, practice, largest, rng))
 
 
 def make_trace(nums: tuple[int, ...], target: int, budget: int | None, largest_result: int,
@@ -199,6 +253,36 @@ def make_trace(nums: tuple[int, ...], target: int, budget: int | None, largest_r
             break
     # the last one tried, right or wrong
     return f"{''.join(lines)}</think>\n<answer>{expression}</answer>"
+
+
+def make_guesses(nums: tuple[int, ...], target: int, budget: int, practice: bool,
+                 largest_result: int, rng: random.Random) -> str:
+    """Guesses in a random order, in which one that makes nearly the target tends to come early,
+    until one hits or `budget` of them have been made."""
+    order = sorted(guesses(tuple(sorted(nums)), largest_result),
+                   key=lambda guess: rng.expovariate(1 / (NEAR + abs(guess[2] - target))))
+    if practice and rng.random() < LUCKY:
+        misses = [guess for guess in order if guess[2] != target]
+        order = misses[:budget - 1] + [guess for guess in order if guess[2] == target][:1]
+    lines = []
+    for i, guess in enumerate(order[:budget]):
+        if i and not practice and rng.random() < AGAIN:
+            guess = rng.choice(order[:i])
+        calculations, expression, made = guess
+        written = [turned(each) if rng.random() < TURNED else each for each in calculations]
+        if not practice and rng.random() < SLIPS:
+            made = max(0, made + rng.choice([-2, -1, 1, 2]))
+            written[-1] = f"{written[-1].split('=')[0]}={made}"
+        lines.append(f"{', '.join(written)} {'yes' if made == target else 'no'}\n")
+        if made == target:
+            break
+    # the last one tried, right or wrong
+    return f"{''.join(lines)}</think>\n<answer>{expression}</answer>"
+
+
+def turned(calculation: str) -> str:
+    """12*4=48 as 4*12=48; what is not the same either way round stays as it is."""
+    return re.sub(r"^(\d+)([+*])(\d+)", r"\3\2\1", calculation)
 
 
 # ---------------------------------------------------------------- tokenizer
@@ -269,13 +353,15 @@ def train(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, problems: dict,
         collate_fn=lambda batch: collate(batch, tokenizer, args.micro_batch_size))
     # Muon is for the matrices inside the layers. It needs far fewer steps than AdamW: with traces
     # like these the loss at step 400 was 0.33, where AdamW for all left 0.58.
-    matrices = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
-    others = [parameter for name, parameter in model.named_parameters()
-              if parameter.ndim == 1 or "embed" in name]
-    optimizers = [
-        torch.optim.Muon(matrices, lr=args.learning_rate, weight_decay=0.05,
-                         adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=args.learning_rate, betas=(0.9, 0.98), weight_decay=0.05)]
+    matrices = [parameter for parameter in model.model.layers.parameters()
+                if parameter.ndim == 2 and args.optimizer == "muon"]
+    others = [parameter for parameter in model.parameters()
+              if all(parameter is not matrix for matrix in matrices)]
+    optimizers = [torch.optim.AdamW(others, lr=args.learning_rate, betas=(0.9, 0.98),
+                                    weight_decay=0.05)]
+    if matrices:
+        optimizers.append(torch.optim.Muon(matrices, lr=args.learning_rate, weight_decay=0.05,
+                                           adjust_lr_fn="match_rms_adamw"))
     warmup = min(100, args.steps // 5 + 1)
     schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(
         (step + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * step / args.steps)))
