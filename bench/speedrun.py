@@ -3,7 +3,7 @@ bound of the interval counts. This trainer, and beside it TRL's GRPOTrainer or a
 this one.
 
     .venv/bin/python bench/speedrun.py
-        this trainer alone
+        this trainer alone, on the laboratory's base
     .venv/bin/python bench/speedrun.py --trl-python bench/.venv/bin/python
         and TRL; for its environment see versus_trl.py
     .venv/bin/python bench/speedrun.py --beside ../unchanged
@@ -28,9 +28,9 @@ from sides import ROOT, Side, layout
 parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
 parser.add_argument("--trl-python", help="the Python of an environment with bench/requirements.txt")
 parser.add_argument("--beside", type=Path, metavar="FOLDER", help="another checkout")
-parser.add_argument("--target", type=float, default=0.65,
+parser.add_argument("--target", type=float, default=0.3,
                     help="for the lower bound of eval/solved to reach")
-parser.add_argument("--config", default="config.yaml", help="recipes/lab.yaml, say")
+parser.add_argument("--config", default="recipes/lab.yaml")
 parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
 parser.add_argument("--layout", type=layout, default=(2, 1), help="ranks x threads, like 2x1")
 parser.add_argument("--trl-passes", type=int, default=1,

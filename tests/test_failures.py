@@ -274,8 +274,12 @@ def test_an_error_that_has_nothing_to_do_with_the_folder_is_not_blamed_on_it_and
     def gone(*_):
         raise OSError("no route to host")
 
+    def doze(seconds, sleep=launch.time.sleep):
+        assert seconds < 1
+        sleep(seconds)
+
     monkeypatch.setattr(main, "compute_advantages", gone)
-    monkeypatch.setattr(launch.time, "sleep", None)
+    monkeypatch.setattr(launch.time, "sleep", doze)
     assert start([*TINY, "training.max_steps=1", f"run.dir={tmp_path}"]) == 1
     said = capsys.readouterr().err
     assert said.endswith("OSError: no route to host\n") and "written" not in said
