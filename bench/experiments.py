@@ -78,8 +78,7 @@ class Claim:
 
 CLAIMS = [
     Claim("groups of 2 lose little", "2510.00977", "solved", DEFAULT, "G = 2"),
-    Claim("large groups pay where answers are rarely right", "2402.03300", HARDEST,
-          "G = 32", "G = 2"),
+    Claim("large groups lift the hardest", "2402.03300", HARDEST, "G = 32", "G = 2"),
     Claim("the deviation leads astray", "2503.20783", "solved", DEFAULT, "over the deviation"),
     Claim("the own length makes wrong answers longer", "2503.20783", WRONG,
           "over the own length", DEFAULT),
@@ -92,8 +91,10 @@ CLAIMS = [
     Claim("punishing alone raises entropy", "2506.01347", "entropy", "only punished", DEFAULT),
     Claim("punishing alone teaches less", "", "solved", "only rewarded", "only punished"),
     Claim("a KL term holds back", "2503.14476", "solved", DEFAULT, "KL 0.02 in the reward"),
-    Claim("a KL term saves a run whose reward can be fooled", "1909.08593", "solved",
-          "yes is enough, KL 0.02", "yes is enough"),
+    Claim("a reward that can be fooled is fooled", "2209.13085", "solved", DEFAULT,
+          "yes is enough"),
+    Claim("a KL term saves a fooled run", "1909.08593", "solved", "yes is enough, KL 0.02",
+          "yes is enough"),
     Claim("clipping saves several updates", "1707.06347", "solved", "four updates, clipped",
           "four updates"),
     Claim("a higher upper bound keeps entropy", "2503.14476", "entropy",
