@@ -440,8 +440,10 @@ def show_ends(known: dict, runs: dict[str, list[tuple[float, float]]]) -> None:
     print(f"\n| | cosine of a batch at {', '.join(known)} | solved in the end |\n|{' --- |' * 3}")
     ends = {name: [end for _, end in own] for name, own in runs.items()}
     for name in sorted(ends, key=lambda name: -sum(ends[name])):
-        cosines = [found["estimators"][name][f"batch, {OWN}"] for found in known.values()]
-        shown = ["lost in noise" if each == LOST else f"{each[0]:.2f}" for each in cosines]
+        cosines = [found["estimators"].get(name, {}).get(f"batch, {OWN}")
+                   for found in known.values()]
+        shown = ["none" if each is None else "lost in noise" if each == LOST else f"{each[0]:.2f}"
+                 for each in cosines]
         print(f"| {name} | {', '.join(shown)} | {' '.join(f'{end:.2f}' for end in ends[name])} |")
 
 
