@@ -91,7 +91,7 @@ CLAIMS = [
     Claim("punishing alone raises entropy", "2506.01347", "entropy", "only punished", DEFAULT),
     Claim("punishing alone teaches less", "", "solved", "only rewarded", "only punished"),
     Claim("a KL term holds back", "2503.14476", "solved", DEFAULT, "KL 0.02 in the reward"),
-    Claim("a reward that can be fooled is fooled", "2209.13085", "solved", DEFAULT,
+    Claim("a weak reward is fooled", "2209.13085", "solved", DEFAULT,
           "yes is enough"),
     Claim("a KL term saves a fooled run", "1909.08593", "solved", "yes is enough, KL 0.02",
           "yes is enough"),
@@ -194,9 +194,9 @@ def verdict_of(effect: float, half: float) -> str:
 
 
 def shown(claim: Claim, known: dict, options: argparse.Namespace) -> str:
-    digits = {WRONG: 0, "entropy": 3}.get(claim.metric, 2)
     more, less = (statistics.fmean(each) for each in ends_of(claim, known, options))
     effect, half = effect_of(claim, known, options)
+    digits = {WRONG: 0, "entropy": 3}.get(claim.metric, 2 if half >= 0.005 else 3)
     return (f"{more:.{digits}f} against {less:.{digits}f} "
             f"({effect:+.{digits}f} ± {half:.{digits}f})")
 
@@ -252,8 +252,8 @@ def draw(claims: list[Claim], known: dict, options: argparse.Namespace) -> None:
             means = [statistics.fmean(value for _, value in at) for at in zip(*own)]
             axes.plot(steps, means, color=colour, linewidth=2, label=run)
         found = effect_of(claim, known, options)
-        axes.set_title(f"{claim.says}: {verdict_of(*found)}\n{shown(claim, known, options)}",
-                       fontsize=10)
+        axes.set_title(f"{claim.says}\n{shown(claim, known, options)}: {verdict_of(*found)}",
+                       fontsize=9)
         axes.set_ylabel(f"{claim.metric}{UNITS.get(claim.metric, ', share')}")
         axes.grid(alpha=0.3)
         axes.legend(frameon=False, fontsize=8)
