@@ -77,25 +77,24 @@ class Claim:
 
 
 CLAIMS = [
-    Claim("groups of 2 lose little", "2510.00977", "solved", DEFAULT, "G = 2"),
-    Claim("large groups lift the hardest", "2402.03300", HARDEST, "G = 32", "G = 2"),
-    Claim("the deviation leads astray", "2503.20783", "solved", DEFAULT, "over the deviation"),
+    Claim("groups of 2 fall behind", "2510.00977", "solved", DEFAULT, "G = 2"),
+    Claim("large groups lift the hardest", "", HARDEST, "G = 32", "G = 2"),
+    Claim("the deviation falls behind", "2503.20783", "solved", DEFAULT, "over the deviation"),
     Claim("the own length makes wrong answers longer", "2503.20783", WRONG,
           "over the own length", DEFAULT),
     Claim("GRPO as published falls behind", "2503.20783", "solved", DEFAULT,
           "GRPO as published (both)"),
-    Claim("the mean lifts hard questions", "2602.02710", HARDEST,
+    Claim("the mean lifts the hardest", "2602.02710", HARDEST,
           "over the mean (MaxRL)", DEFAULT),
-    Claim("imitating the best falls behind", "1806.05635", "solved", DEFAULT, "SIL, 2 best of 8"),
-    Claim("rewarding alone lowers entropy", "2506.01347", "entropy", DEFAULT, "only rewarded"),
-    Claim("punishing alone raises entropy", "2506.01347", "entropy", "only punished", DEFAULT),
+    Claim("imitating the best falls behind", "", "solved", DEFAULT, "SIL, 2 best of 8"),
+    Claim("only rewarded, entropy is lower", "2506.01347", "entropy", DEFAULT, "only rewarded"),
+    Claim("only punished, entropy is higher", "2506.01347", "entropy", "only punished", DEFAULT),
     Claim("punishing alone teaches less", "", "solved", "only rewarded", "only punished"),
     Claim("a KL term holds back", "2503.14476", "solved", DEFAULT, "KL 0.02 in the reward"),
-    Claim("a weak reward is fooled", "2209.13085", "solved", DEFAULT,
-          "yes is enough"),
+    Claim("a weak reward teaches less", "2209.13085", "solved", DEFAULT, "yes is enough"),
     Claim("a KL term saves a fooled run", "1909.08593", "solved", "yes is enough, KL 0.02",
           "yes is enough"),
-    Claim("clipping saves several updates", "1707.06347", "solved", "four updates, clipped",
+    Claim("several updates need clipping", "1707.06347", "solved", "four updates, clipped",
           "four updates"),
     Claim("a higher upper bound keeps entropy", "2503.14476", "entropy",
           "four updates, clipped higher", "four updates, clipped"),
@@ -196,7 +195,7 @@ def verdict_of(effect: float, half: float) -> str:
 def shown(claim: Claim, known: dict, options: argparse.Namespace) -> str:
     more, less = (statistics.fmean(each) for each in ends_of(claim, known, options))
     effect, half = effect_of(claim, known, options)
-    digits = {WRONG: 0, "entropy": 3}.get(claim.metric, 2 if half >= 0.005 else 3)
+    digits = 0 if claim.metric == WRONG else 3
     return (f"{more:.{digits}f} against {less:.{digits}f} "
             f"({effect:+.{digits}f} ± {half:.{digits}f})")
 

@@ -174,7 +174,7 @@ def test_each_measurement_runs_and_ends_with_one_json_line(command, tmp_path):
         kept = json.loads((tmp_path / "data.json").read_text())
         assert len(kept) == 4 and all(
             [entry["step"] for entry in record["curve"]] == [0, 1] for record in kept.values())
-        assert len(answer["the mean lifts hard questions"]) == 2
+        assert len(answer["the mean lifts the hardest"]) == 2
         assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     elif command[0] == "pass_at_k.py":
         kept = json.loads((tmp_path / "data.json").read_text())
