@@ -102,7 +102,7 @@ def _read_file(path: Path) -> list[dict]:
     # sake of one value.
     rows = []
     # splitlines() also cuts inside strings
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
         if line.strip():
             try:
                 rows.append(json.loads(line))

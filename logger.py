@@ -100,7 +100,7 @@ class Logger:
         for change in self.folder.changes:
             print(f"changed since the checkpoint: {change}")
         if saved["num_ranks"] != WORLD_SIZE:
-            print(f"{WORLD_SIZE} ranks now, {saved['num_ranks']} then: other answers are sampled")
+            print(f"ranks: {saved['num_ranks']} then, {WORLD_SIZE} now: other answers are sampled")
         if saved["step"] >= self.config.training.max_steps:
             print("this run has finished before: raise training.max_steps, or set run.name anew")
         for name in KEPT if branches else ():
@@ -133,7 +133,7 @@ class Logger:
         started, bar = time.perf_counter(), tqdm(
             total=total, desc=name, disable=RANK != 0 or not total, leave=False, delay=0.2,
             mininterval=0.2 if self.is_terminal else SECONDS_BETWEEN_PROGRESS_LINES, miniters=1,
-            file=sys.stdout if self.is_terminal else Lines(), ncols=min(59, _columns()),
+            file=sys.stdout if self.is_terminal else Lines(), ncols=min(59, _columns()), nrows=24,
             bar_format="{desc} {n_fmt}/{total_fmt} [{bar:16}] {rate_fmt}, {remaining} left")
         try:
             yield bar
@@ -143,7 +143,8 @@ class Logger:
                 raise UserError(f"out of memory in phase {name}: {remedy}") from error
             if re.search("probability tensor contains|device-side assert", str(error)):
                 after = f"after step {self.history[-1]['step']} " if self.history else ""  # rank 0
-                raise UserError(f"{after}{ADVICE['out_of_range']}") from error
+                advice = "out_of_range" if after or RANK else "no_numbers"
+                raise UserError(f"{after}{ADVICE[advice]}") from error
             raise
         finally:
             bar.close()
@@ -185,7 +186,10 @@ class Logger:
         shown = dict.fromkeys(metrics, math.nan) | numbers
         looks = []
         for topic in ADVICE["first_step"]:
-            print(_block(topic["says"].format(**shown).replace("nan", "n/a"), "  "))
+            says = topic["says"].format(**shown)
+            if says.count("nan") == topic["says"].count("{"):  # no number of it
+                says = topic.get("without", says)
+            print(_block(says.replace("nan", "n/a"), "  "))
             looks += [look.format(name=name, **dict(self.config))
                       for sign, low, high, look in topic["signs"] for name in numbers
                       if re.fullmatch(sign, name) and low <= numbers[name] <= high][:topic["most"]]
@@ -200,10 +204,9 @@ class Logger:
                     "truncated": answer.truncated}
                    for i, group in enumerate(groups) for answer in group]
         self._append("samples.jsonl", samples)
-        solved, best = (_interval(metrics, f"eval/{name}") for name in ("solved", "best_of_n"))
         print(self._bold(_fitting([
-            f"evaluation at step {step}:", f"solved {solved}",
-            f"best of {self.config.validation.best_of_n} {best}",
+            f"evaluation at step {step}:", f"solved {_interval(metrics, 'eval/solved')}",
+            f"best of {self.config.validation.best_of_n} {metrics['eval/best_of_n']:.3f}",
             f"length {metrics['eval/completion_length']:.0f}"])))
         if step == 0:
             print(_block(f"a question as the model reads it:\n{samples[0]['prompt']}", "  "))
@@ -297,15 +300,18 @@ class Logger:
     def _draw_curves(self) -> None:
         from matplotlib.figure import Figure  # here, because importing it takes a second
         self.drawn, figure = time.time(), Figure(figsize=(12, 6), layout="constrained")
-        for axis, (name, unit) in zip(figure.subplots(2, 3).flat, CURVES.items()):
+        for axis, (name, unit) in zip(axes := figure.subplots(2, 3).flat, CURVES.items()):
             axis.set(title=name.replace("_", " "), xlabel="step", ylabel=unit)
+            axis.locator_params("x", integer=True)
             for metric, label, color, marker in ((name, "training", "0.6", ""),
                                                  (f"eval/{name}", "held out", "0", "o")):
-                points = [(entry["step"], entry[metric], entry.get(f"{metric}_ci95") or 0.0)
-                          for entry in self.history if metric in entry]
+                points = [(entry["step"], entry[metric], *(
+                    abs(entry.get(f"{metric}_{end}", entry[metric]) - entry[metric])
+                    for end in ("low", "high"))) for entry in self.history if metric in entry]
                 if points:
-                    axis.errorbar(*zip(*points), label=label, color=color, marker=marker)
-                    axis.legend(fontsize=8)
+                    steps, values, *around = zip(*points)
+                    axis.errorbar(steps, values, around, label=label, color=color, marker=marker)
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=2)
         with self.folder.writing():
             figure.savefig(self.path / "curves.png", dpi=110)
 
@@ -387,8 +393,7 @@ def _block(text: str, indent: str = "") -> str:
 def _interval(metrics: dict | None, name: str) -> str:
     if metrics is None:
         return "unknown"
-    interval = metrics[f"{name}_ci95"]
-    return f"{metrics[name]:.3f}" + ("" if interval is None else f" ± {interval:.3f}")
+    return f"{metrics[name]:.3f} ({metrics[f'{name}_low']:.3f}–{metrics[f'{name}_high']:.3f})"
 
 
 def _without_password(text: str) -> str:

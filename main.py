@@ -55,16 +55,17 @@ from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
 from logger import Logger
-from machinery.batches import hand_to_answers, make_micro_batches, read_prompts
 from machinery.checkpoints import RunFolder
 from machinery.errors import UserError
 from machinery.launch import launch, stop_signals
 from machinery.metrics import change_metrics, evaluation_metrics, sampler_metrics, step_metrics
 from machinery.model import load_model, make_reference, make_sampler, refresh_sampler, warm_up
-from machinery.policy import HALF, in_chunks, project, states_before
+from machinery.policy import (HALF, hand_to_answers, in_chunks, make_micro_batches, project,
+                              read_prompts, states_before)
 from machinery.ranks import RANK, WORLD_SIZE, epoch_order, errors_shared, over_ranks, random_stream
 from machinery.settings import Config, TrainingSettings, load_config
-from machinery.tasks import check_lengths, encode_prompt, grade, load_questions, load_task
+from machinery.tasks import (check_lengths, contents_of, encode_prompt, grade, load_questions,
+                             load_task)
 
 
 @dataclass
@@ -479,7 +480,8 @@ def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
         # Buckets and moments come into being here, so that a fresh run starts out as a resumed one.
         warm_up(policy, optimizer)
         reference = make_reference(Policy, model, config) if training.kl_beta else None
-        step, best = folder.restore(model, optimizer)  # of the newest checkpoint, if there is one
+        contents = contents_of(task, training_rows + validation_rows, model, tokenizer, config)
+        step, best = folder.restore(model, optimizer, contents)  # of the newest checkpoint, if any
         sampler = make_sampler(model, tokenizer, config)
     return Run(config, folder, log, task, tokenizer, training_rows, validation_rows, model, sampler,
                policy, reference, optimizer, step, best)

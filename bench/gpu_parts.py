@@ -45,7 +45,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 import logger
-from machinery import checkpoints, ranks
+from machinery import checkpoints, disk, ranks
 from machinery.errors import said
 
 CUDA = DEVICE.type == "cuda"
@@ -556,7 +556,7 @@ def c10_saving(small):
             return work
 
         checkpoints.save_file = clocked("write", checkpoints.save_file)
-        checkpoints.sync_to_disk = clocked("sync", checkpoints.sync_to_disk)
+        disk.sync_to_disk = clocked("sync", disk.sync_to_disk)
         before, gb = sums(), sum(tensor.nbytes for tensor in tensors.values()) / 1e9
         with checkpoints.RunFolder(run.config) as own:
             started = time.perf_counter()
@@ -567,7 +567,7 @@ def c10_saving(small):
             for tensor in tensors.values():
                 tensor.zero_()
         with checkpoints.RunFolder(run.config) as own:
-            (step, _), seconds = timed(own.restore, run.model, run.optimizer)
+            (step, _), seconds = timed(own.restore, run.model, run.optimizer, {})
         yield {"restore_seconds": seconds}  # from the page cache, as it was just written
         assert step == 7 and sums() == before and len(set(before)) > 10
 

@@ -48,7 +48,7 @@ SHAPES = {
 
 NO_BAR = SimpleNamespace(update=lambda n: None)
 # In place of checkpoints.RunFolder: nothing to go on from.
-NO_FOLDER = SimpleNamespace(restore=lambda model, optimizer: (0, NONE_KEPT),
+NO_FOLDER = SimpleNamespace(restore=lambda *_: (0, NONE_KEPT),
                             save_best=lambda run, metrics: None)
 # `training_step` would evaluate at these, which is not what is measured.
 NEVER_EVALUATE = ["validation.every=1000000000", "training.max_steps=1000000000"]

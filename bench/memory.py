@@ -40,9 +40,8 @@ from harness import (
     transformers,
 )
 
-from machinery.batches import ROOM
 from machinery.model import add_adapters
-from machinery.policy import ANSWERS_PER_PASS, LOGITS_PER_CHUNK
+from machinery.policy import ANSWERS_PER_PASS, LOGITS_PER_CHUNK, ROOM
 from machinery.settings import beside_main, load_config
 
 WIDTH = {"float32": 4, "mixed": 4, "bfloat16": 2}  # bytes of a weight that learns

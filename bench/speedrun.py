@@ -56,7 +56,7 @@ def start(seed: int) -> dict[str, Side]:
 
 
 def reached(answer: dict) -> bool:
-    return answer["solved"] - answer["interval"] >= options.target
+    return answer["low"] >= options.target
 
 
 def settings(root: Path) -> dict[str, object]:
@@ -92,7 +92,7 @@ def race(seed: int) -> dict[str, dict]:
         for name, side in list(racing.items()):
             answer = side.step()
             print(f"seed {seed}  {name:<6}  step {answer['step']:>4}  {answer['seconds']:8.1f} s  "
-                  f"solved {answer['solved']:.3f} ± {answer['interval']:.3f}", flush=True)
+                  f"solved {answer['solved']:.3f}, at least {answer['low']:.3f}", flush=True)
             check(answer, sides["ours"].answers, name == "trl")
             if reached(answer) or not answer["left"]:
                 racing.pop(name).end()

@@ -38,8 +38,7 @@ from harness import (
 )
 from torch.nn.utils.rnn import pad_sequence
 
-from machinery.batches import pad_prompts, positions
-from machinery.policy import ANSWERS_PER_PASS
+from machinery.policy import ANSWERS_PER_PASS, pad_prompts, positions
 from machinery.ranks import WORLD_SIZE
 
 

@@ -18,10 +18,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import main
-from machinery.batches import hand_to_answers
 from machinery.checkpoints import RunFolder
 from machinery.metrics import logprobs_now
 from machinery.model import frozen_copy
+from machinery.policy import hand_to_answers
 
 plain = {name: getattr(main, name) for name in (
     "compute_advantages", "evaluate", "learn", "make_sampler", "policy_loss")}

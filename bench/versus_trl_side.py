@@ -199,7 +199,7 @@ def time_training(trainer, config) -> None:
             main.evaluation_step(run)
         metrics = run.log.evaluated
         answer(seconds, step=step, left=last - step, solved=metrics.get("eval/solved"),
-               interval=metrics.get("eval/solved_ci95"), seen=trainer.seen.hexdigest())
+               low=metrics.get("eval/solved_low"), seen=trainer.seen.hexdigest())
 
     def begin(step):
         nonlocal started

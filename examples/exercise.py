@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from shutil import copytree
 from subprocess import PIPE, STDOUT, run
+from textwrap import shorten
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = {"logger.py", "countdown.py", "config.yaml", "pyproject.toml", "README.md", "machinery",
@@ -24,7 +25,7 @@ STAGES = {
         [f"{LEARNING}the_advantage_is_the_reward_less_the_mean_of_its_group"],
     "advantage: exactly 0 where all rewards of a group are equal":
         [f"{LEARNING}equal_rewards_mean_an_advantage_of_exactly_zero"],
-    "advantage: scale_rewards=group":
+    "advantage: scale_rewards=group, over the deviation, of G - 1, plus 1e-4":
         [f"{FAMILY}scaled_advantages_are_those_of_grpo_and_still_exactly_zero_without_spread"],
     "advantage: learning_type=sil, where `stream` decides among equals; what is returned":
         [f"{LEARNING}sil_imitates_the_k_best_and_nothing_that_earned_nothing",
@@ -65,8 +66,8 @@ def complaint(said: str) -> str:
     if not frames or not error:
         return said.strip().rpartition("\n")[2]
     file, line, code = ([frame for frame in frames if frame[0] == "main.py"] or frames)[-1]
-    reason = re.sub("^assert ", "which is not so: ", error[1])[:200]
-    return f"{file}, line {line}: {code}\n         {reason}"
+    reason = re.sub("^assert ", "which is not so: ", error[1])
+    return f"{file}, line {line}: {code}\n         {shorten(reason, 200, placeholder=' ...')}"
 
 
 def exercise(arguments: list[str]) -> int:
@@ -76,8 +77,9 @@ def exercise(arguments: list[str]) -> int:
     if not folder.exists():
         make(folder)
         print(f"In {folder}/main.py `compute_advantages` and `policy_loss` are empty. Write them:\n"
-              'README.md has the formulas, under 4, 5 and "The family, and SIL". Begin with as\n'
-              "little as you like, and call this command again to see how far it is right.")
+              "its head has the formulas, README.md what they mean, under 5 and \"The family, and\n"
+              "SIL\" (its 4 shows a part of what is asked for). Begin with as little as you like,\n"
+              "and call this command again to see how far it is right.")
         return 0
     print(f"testing {folder}/, 10 to 30 seconds ... (to begin anew, delete it)", flush=True)
     try:

@@ -39,7 +39,7 @@ NO_BAR = tqdm(disable=True)
 
 def prepare(config) -> main.Run:
     """What main.py's functions share, without the folder and the log of a run."""
-    folder = SimpleNamespace(restore=lambda model, optimizer: (0, (0.0, 0.0)))
+    folder = SimpleNamespace(restore=lambda *_: (0, (0.0, 0.0)))
     log = SimpleNamespace(phase=lambda name: nullcontext(), say=lambda text: None)
     run = main.prepare(config, folder, log)
     run.optimizer.param_groups[0]["lr"] = config.training.learning_rate

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dotenv import load_dotenv
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 while os.open(os.devnull, os.O_RDWR) < 3:  # a stream that is closed: the next file would be it
     pass
 if Path(sys.argv[0]).name in ("main.py", "ask.py", "one_step.py"):

@@ -1,10 +1,10 @@
-"""The folder of a run: taken by one process, and what is in it is complete or absent, always."""
+"""The folder of a run: taken by one process, and what a start finds in it and goes on from."""
 
 import fcntl
 import json
 import os
 import shutil
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -12,8 +12,9 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from machinery.batches import NOTHING
+from machinery.disk import appearing, find_checkpoints, newest_checkpoint
 from machinery.errors import UserError, blame
+from machinery.policy import NOTHING
 from machinery.ranks import LOCAL_RANK, RANK, WORLD_SIZE, errors_shared
 from machinery.settings import ADVICE, FREE_KEYS, Config, default_run_name, flatten
 from machinery.tasks import encode_prompt
@@ -40,6 +41,10 @@ class RunFolder:
         if error:
             error.folder = self.path  # for `launch`, which leaves there what one line cannot hold
         if self.lock:
+            if not (self.path / "config.yaml").exists():  # refused before it began
+                (self.path / ".lock").unlink(missing_ok=True)
+                with suppress(OSError):  # there was more in it before
+                    self.path.rmdir()
             self.lock.close()
 
     def writing(self):
@@ -58,6 +63,8 @@ class RunFolder:
                 raise UserError(f"{self.path} is in use by {lock.read()}: wait for its end, or set "
                                 "run.name to another name") from None
             lock.truncate(0)
+            for old in self.path.glob("error-*.txt"):
+                old.unlink()
             print(f"process {os.getpid()} on {os.uname().nodename}", end="", file=lock, flush=True)
             return lock
 
@@ -77,24 +84,35 @@ class RunFolder:
     def _compare_settings(self) -> list[str]:
         """What has changed since the checkpoint; refuses what would make it another experiment."""
         saved, now = self.checkpoint[2], flatten(self.config)
-        then = dict(saved["config"])
-        for settings, num_ranks in ((then, saved["num_ranks"]), (now, WORLD_SIZE)):
-            N = settings["training.num_samples_per_step"]
-            settings["training.num_samples_per_step"] = f"{N * num_ranks} over all ranks"
+        then, N = dict(saved["config"]), "training.num_samples_per_step"
+        total = then[N] * saved["num_ranks"]
+        then[N], now[N] = (f"{each} over all ranks" for each in (total, now[N] * WORLD_SIZE))
         changed = {key: f"{key}: {then.get(key, 'no such key')} -> {value}"
                    for key, value in sorted(now.items()) if not key.startswith("run.")
                    and (key not in then or then[key] != value)}
         refused = [changed[key] for key in changed if key in then and key not in FREE_KEYS]
-        if refused and not self.config.run.resume_anyway:
-            raise UserError(f"the checkpoint is of another experiment ({'; '.join(refused)}): set "
-                            "run.name to begin anew, or run.resume_anyway=true to go on")
+        remedy = f"{N}={total // WORLD_SIZE} to go on as it was, " if N in changed and not (
+            total % WORLD_SIZE) else ""
+        self._refuse(refused, remedy)
         return list(changed.values())
 
-    def restore(self, model, optimizer) -> tuple[int, tuple[float, float]]:
-        """Loads the checkpoint, if any, from the disk of one rank: its step, how good best/ is."""
+    def _refuse(self, changed: list[str], remedy: str = "") -> None:
+        if changed and not self.config.run.resume_anyway:
+            raise UserError(f"the checkpoint is of another experiment ({'; '.join(changed)}): set "
+                            f"{remedy}run.name to begin anew, or run.resume_anyway=true to go on")
+
+    def restore(self, model, optimizer, contents: dict[str, str]) -> tuple[int, tuple]:
+        """Loads the checkpoint, if any, from the disk of one rank: its step, how good best/ is.
+        `contents`: of what a run stands on and does not keep, see `contents_of`."""
+        self.contents = contents
         if self.checkpoint is None:
             return 0, NONE_KEPT
         (path, reader, saved), tensors = self.checkpoint, state_tensors(model, optimizer)
+        then = contents | saved.get("contents", {})
+        other = [f"{what} is not what it was" for what in contents if then[what] != contents[what]]
+        with errors_shared():
+            self._refuse(other)
+        self.changes += other
         with errors_shared(), blame(f"{path} is of another model than {self.config.model.name!r}"):
             if RANK == reader:
                 with safe_open(path / "tensors.safetensors", "pt") as file:
@@ -119,7 +137,8 @@ class RunFolder:
                 save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()},
                           folder / "tensors.safetensors")
                 state = {"step": run.step, "best": run.best, "num_ranks": WORLD_SIZE,
-                         "config": flatten(self.config), "log": run.log.bookmark()}
+                         "config": flatten(self.config), "contents": self.contents,
+                         "log": run.log.bookmark()}
                 (folder / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
             self.saved = path
             for old in find_checkpoints(self.path)[self.config.checkpoint.keep:]:
@@ -154,47 +173,3 @@ def state_tensors(model, optimizer) -> dict[str, torch.Tensor]:
             moments = optimizer.state[parameter].items()
             tensors |= {name: parameter.data, **{f"{name}/{key}": value for key, value in moments}}
     return tensors
-
-
-def find_checkpoints(folder: Path) -> list[Path]:  # the newest first
-    found = [path for path in (folder / "checkpoints").glob("step-*") if path.name[5:].isdigit()]
-    return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
-
-
-def newest_checkpoint(folder: Path, is_ours: bool) -> tuple[Path, int, dict] | None:
-    """The newest complete one of a run, or `folder` itself if it is one: path, rank, state.json."""
-    for path in find_checkpoints(folder) or [folder]:
-        with suppress(OSError, ValueError, TypeError, LookupError, SafetensorError):
-            state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-            sum([state["step"], state["num_ranks"], state["log"]["seconds"], state["best"][1],
-                 state["config"]["training.num_samples_per_step"]])  # all are there, and numbers
-            with safe_open(path / "tensors.safetensors", "pt"):  # refuses what is cut or garbled
-                if not is_ours or path.name == f"step-{state['step']:06d}":
-                    return path, RANK, state
-        if path != folder and is_ours:
-            print(f"warning: {path} is damaged and is set aside")
-            with suppress(OSError):  # another machine that shares the folder was quicker
-                path.rename(path.with_name(f"damaged-{path.lstat().st_mtime_ns}-{path.name}"))
-    return None
-
-
-@contextmanager
-def appearing(path: Path):
-    """A folder to write into, which is at `path` once it is complete and on the disk."""
-    unfinished = path.with_name("unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    try:
-        yield unfinished
-        for written in [*unfinished.iterdir(), unfinished]:
-            sync_to_disk(written)
-        unfinished.rename(path)
-        sync_to_disk(path.parent)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)  # a full disk has better use for the space
-
-
-def sync_to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)

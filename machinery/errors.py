@@ -3,12 +3,15 @@
 import json
 import os
 import re
+import signal
 import time
 import traceback
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 
 import torch
 import torch.distributed as dist
+
+from machinery import STOP_SIGNALS
 
 
 class UserError(Exception): ...  # what whoever started the run can mend: one line, exit code 2
@@ -50,6 +53,24 @@ def blame(what: str, kinds: tuple[type[BaseException], ...] = (Exception,)):
 
 
 @contextmanager
+def put_back():
+    """What a process has but one of, and code of the user's may move, is afterwards as before."""
+    mask, dtype = os.umask(0), torch.get_default_dtype()
+    os.umask(mask)
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    grad, device = torch.set_grad_enabled(torch.is_grad_enabled()), torch.get_default_device()
+    try:
+        with chdir(os.curdir), grad, device:
+            yield
+    finally:
+        os.umask(mask)
+        torch.set_default_dtype(dtype)
+        for number, handler in handlers.items():
+            if signal.getsignal(number) != handler:
+                signal.signal(number, handler)
+
+
+@contextmanager
 def theirs(what: str):
     """As `blame`, for code of the user's: says where; and it may try to leave, which would end the
     run without a word, or as if it had succeeded."""
@@ -62,7 +83,8 @@ def theirs(what: str):
 
     os._exit = refuse
     try:
-        yield
+        with put_back():
+            yield
     except BaseException as error:
         calls = [call for call in traceback.extract_tb(error.__traceback__)
                  if os.path.dirname(call.filename) not in (os.path.dirname(__file__), "")]

@@ -14,6 +14,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from machinery import STOP_SIGNALS
 from machinery.errors import SharedError, Stopped, UserError, is_lost_rank, said, tell_torchrun
 from machinery.ranks import RANK, join, leaving, over_ranks, part
 
@@ -29,16 +30,18 @@ def stop_signals() -> Callable[[], Stopped | None]:
         if os.getpid() != own_process:  # in one that a reward has forked: the signal is not ours
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        came.append(number)
         if not all_heed:  # it ends the ranks that do not: none of them is missed
             leaving.set()
+        elif RANK == 0 and not came:
+            os.write(2, b"\nstopping after this step; Ctrl-C again to stop now\n")
+        came.append(number)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     def stop_requested() -> Stopped | None:
         number, = over_ranks([*came, 0][:1], dist.ReduceOp.MAX)
         return Stopped(signal.Signals(int(number))) if number else None
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in STOP_SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
             signal.signal(number, heed)
     meeting = dist.all_reduce(torch.zeros(1), async_op=True)
@@ -115,6 +118,7 @@ def in_one_line(error: UserError) -> str:
     with suppress(OSError, AttributeError):  # a full disk; or there is no folder of a run yet
         if error.__cause__ or said(error, 290) != str(error):
             path = error.folder / f"error-{RANK}.txt"
+            path.parent.mkdir(exist_ok=True)
             path.write_text("".join(traceback.format_exception(error)), "utf-8", "replace")
             more = f" (more in {path})"
     return said(error, max(150, 290 - len(more))) + more

@@ -9,7 +9,7 @@ from statistics import fmean, pstdev, stdev
 import torch
 import torch.distributed as dist
 
-from machinery.batches import hand_to_answers, make_micro_batches
+from machinery.policy import hand_to_answers, make_micro_batches
 from machinery.ranks import DEVICE, WORLD_SIZE, over_ranks
 
 MOVED = 1e-6  # nats: a token whose log pi has changed by less has not moved
@@ -61,6 +61,17 @@ def step_metrics(run, groups: list[list], sampled: list[list], updates: list[dic
     return metrics | numbers
 
 
+def interval(values: list[float], most: int) -> tuple[float, float]:
+    """Wilson's, of 95 %, for the mean of values from 0 to 1. It is that of n draws of 0 or 1, where
+    n is how many have as much variance: at least one for each value, and `most` at most."""
+    p, m = fmean(values), len(values)
+    variance = stdev(values) ** 2 if m > 1 else 0.0
+    n = min(most, max(m, p * (1 - p) * m / variance)) if variance else m
+    z = 1.96**2 / n
+    centre, half = (p + z / 2) / (1 + z), math.sqrt(z * p * (1 - p) + z**2 / 4) / (1 + z)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
 def evaluation_metrics(groups: list[list], task) -> dict[str, float | None]:
     """Of all answers to the held-out questions, a group for each."""
     # A question counts as solved when its answer of highest reward solves it: best of n.
@@ -74,8 +85,7 @@ def evaluation_metrics(groups: list[list], task) -> dict[str, float | None]:
     metrics: dict[str, float | None] = {}
     for name, each in (("best_of_n", best), ("solved", solved)):
         metrics[f"eval/{name}"] = fmean(each)
-        interval = 1.96 * stdev(each) / math.sqrt(len(each)) if len(each) > 1 else None
-        metrics[f"eval/{name}_ci95"] = interval
+        metrics[f"eval/{name}_low"], metrics[f"eval/{name}_high"] = interval(each, len(answers))
     n, right = len(groups[0]), [sum(answer.parts[task.SOLVED] >= 1 for answer in group)
                                 for group in groups]
     for k in sorted({n, *(2**i for i in range(n.bit_length()) if 2**i <= n)}):
@@ -101,14 +111,11 @@ def sampler_metrics(run, answers: list) -> dict[str, float]:
     also sees symmetric noise. Collective."""
     now = logprobs_now(run, answers)
     logprobs, entropies = (torch.cat(each) for each in list(zip(*now))[1:])  # (tokens,) each
-    excess, distance = -logprobs - entropies, torch.zeros_like(logprobs)
-    if any(copied is not own for copied, own in zip(run.sampler.parameters(),
-                                                    run.model.parameters(), strict=True)):
-        sampler = type(run.policy.module)(run.sampler, run.config)
-        sampler.mixed = False  # it is low in precision itself
-        drawn_with = torch.cat([each for _, each, _ in logprobs_now(run, answers, sampler)])
-        distance = (drawn_with - logprobs).abs()
-    sums = [excess.sum(), (excess**2).sum(), distance.sum()]
+    sampler = type(run.policy.module)(run.sampler, run.config)
+    sampler.mixed = False  # a copy is low in precision itself
+    drawn_with = torch.cat([each for _, each, _ in logprobs_now(run, answers, sampler)])
+    excess = -logprobs - entropies
+    sums = [excess.sum(), (excess**2).sum(), (drawn_with - logprobs).abs().sum()]
     n, total, squares, distance = over_ranks([len(excess), *map(float, sums)])
     beyond_chance = abs(total) - 4 * math.sqrt(squares)
     return {"sampler_gap": 0.0 if beyond_chance <= 0 else beyond_chance / n,  # nan stays nan

@@ -11,9 +11,8 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from machinery.batches import NOTHING
 from machinery.errors import UserError, blame
-from machinery.policy import HALF
+from machinery.policy import HALF, NOTHING
 from machinery.ranks import DEVICE, random_stream
 from machinery.settings import ROOT, Config, beside_main
 
@@ -108,20 +107,18 @@ def make_reference(policy_class: type, model, config: Config) -> Callable:
     """What the KL term measures from: log-probabilities of the model as it was loaded, with LoRA
     those with its adapters off. In mixed precision linear layers, but for the output, are kept in
     bfloat16, as autocast would cast them anyway: until something is learned no bit differs."""
-    has_adapters, output = config.model.lora_rank > 0, model.get_output_embeddings()
+    output = model.get_output_embeddings()
     low = {id(layer.weight) for layer in model.modules() if config.model.precision == "mixed"
            and isinstance(layer, nn.Linear) and layer is not output}
-    as_loaded = model if has_adapters else frozen_copy(model, lambda parameter: parameter.to(
+    as_loaded = frozen_copy(model, lambda parameter: parameter.to(
         HALF if id(parameter) in low else parameter.dtype, copy=parameter.requires_grad))
+    if config.model.lora_rank:
+        as_loaded.disable_adapters()  # of this copy, which shares all other weights
     frozen = policy_class(as_loaded, config)
 
     @torch.no_grad()
     def reference(answers: list) -> torch.Tensor:
-        if has_adapters:
-            model.disable_adapters()
         logprobs, _ = frozen(answers)
-        if has_adapters:
-            model.enable_adapters()
         return logprobs
 
     return reference

@@ -5,6 +5,7 @@ import difflib
 import hashlib
 import json
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -132,6 +133,8 @@ def load_config(arguments: list[str]) -> Config:
     for path in options.config or []:
         values |= read_yaml(path)
     for override in options.overrides:
+        if re.search("[\udc80-\udcff]", override):  # bytes that are no text here
+            raise UserError(f"{override!r} is not in this locale's alphabet: set LC_ALL=C.UTF-8")
         with blame(f"{override!r} is not of the form section.key=value, or the value not YAML"):
             key, text = override.split("=", 1)
             values[key] = yaml.load(text, Loader)

@@ -1,14 +1,20 @@
 """A task, its rows, its prompts, its grades: everything that comes from the user's own file."""
 
+import ast
 import faulthandler
+import hashlib
 import importlib.util
+import json
 import pickle
 import random
 import re
 import sys
 from contextlib import suppress
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
+
+import torch
 
 from machinery.errors import UserError, blame, theirs
 from machinery.ranks import WORLD_SIZE
@@ -17,7 +23,7 @@ from machinery.settings import MOST, ROOT, Config, beside_main
 SECONDS_FOR_A_REWARD = 60  # after these one shows where it stands
 # Names that metrics and samples.jsonl have for something else than a part of the reward.
 TAKEN = {"reward", "truncated", "completion_length", "best_of_n", "solved", "step", "question",
-         "prompt", "completion"}
+         "prompt", "completion", "solved_low", "solved_high", "best_of_n_low", "best_of_n_high"}
 
 
 def load_task(config: Config) -> SimpleNamespace:
@@ -45,7 +51,7 @@ def load_task(config: Config) -> SimpleNamespace:
                 and all(abs(weight + 0.0) <= MOST for weight in task.REWARD_WEIGHTS.values())):
             raise TypeError(f"SOLVED={solved!r}, REWARD_WEIGHTS={task.REWARD_WEIGHTS!r}")
         if taken := [part for part in parts if part in TAKEN and not part == solved == "solved"
-                     or part.endswith(("_std", "_ci95")) or not re.fullmatch(r"[\w .-]+", part)]:
+                     or part.endswith("_std") or not re.fullmatch(r"[\w .-]+", part)]:
             raise ValueError(f"{taken} name metrics, or have more than letters, digits, - and .")
     if unknown := ", ".join(sorted(set(chosen or {}) - set(parts))):
         raise UserError(f"task.reward_weights: no {unknown} among the parts {', '.join(parts)}")
@@ -87,7 +93,10 @@ def load_questions(task, tokenizer, config: Config, say) -> tuple[list[dict], li
                 f"{len(lengths):,} questions")
         by_problem: dict[object, list[dict]] = {}
         for row in rows:
-            by_problem.setdefault(row.get("problem", row["prompt"]), []).append(row)
+            problem = row.get("problem", row["prompt"])
+            with blame(f"{load}: the problem {problem!r} has no hash, as a text or a tuple has",
+                       (TypeError,)):
+                by_problem.setdefault(problem, []).append(row)
     problems = list(by_problem)
     random.Random(f"{config.training.seed} split").shuffle(problems)
     held_out, learned = problems[:data.num_validation], problems[data.num_validation:]
@@ -107,6 +116,14 @@ def load_questions(task, tokenizer, config: Config, say) -> tuple[list[dict], li
 
 def check_lengths(rows: list[dict], model, task, tokenizer, config: Config) -> None:
     """A prompt and the longest answer to it have to fit into what the model can read."""
+    known = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > known:  # which does no harm where none of the others comes up
+        highest = max(tokenizer.eos_token_id, *(
+            token for row in rows for token in encode_prompt(row, task, tokenizer, config)))
+        if highest >= known:
+            raise UserError(f"model.name={config.model.name!r}: its tokenizer writes token "
+                            f"{highest}, and the model knows {known:,}: take the tokenizer that it "
+                            "was trained with")
     context = getattr(model.config.get_text_config(), "max_position_embeddings", 10**9)
     L = config.training.max_new_gen_tokens
     # No token is shorter than a byte: only prompts of more bytes than there is room are counted.
@@ -124,16 +141,38 @@ def grade(task, answer) -> dict[str, float]:
     with theirs("reward_function failed"):
         faulthandler.dump_traceback_later(SECONDS_FOR_A_REWARD, repeat=True, file=2)
         try:
-            parts = task.reward_function(answer.completion, dict(answer.row))
+            parts = task.reward_function(answer.completion, deepcopy(answer.row))
             names = dict.fromkeys([*task.REWARD_WEIGHTS, task.SOLVED])
+            values = {}
             with suppress(Exception):
                 values = {part: float(parts[part]) for part in names}
-                if all(abs(value) <= MOST for value in values.values()):
-                    return values
-            raise TypeError(f"it returned {parts!r}, not a number up to {MOST:g} for each of "
-                            f"{', '.join(names)}")
+            if not values or not all(abs(value) <= MOST for value in values.values()):
+                raise TypeError(f"it returned {parts!r}, not a number up to {MOST:g} for each of "
+                                f"{', '.join(names)}")
+            if not 0 <= values[task.SOLVED] <= 1:
+                raise ValueError(f"SOLVED, {task.SOLVED}, is {values[task.SOLVED]:g}, not from 0 "
+                                 "to 1; let REWARD_WEIGHTS say what it pays")
+            return values
         except BaseException as error:
             error.add_note(f"on the completion {answer.completion!r} to {answer.row!r}")
             raise
         finally:
             faulthandler.cancel_dump_traceback_later()
+
+
+def contents_of(task, rows: list[dict], model, tokenizer, config: Config) -> dict[str, str]:
+    """What a run stands on and no checkpoint holds, by content, to be known again."""
+    def plain(value):
+        return getattr(value, "tolist", type(value).__name__.__str__)()
+
+    prompts = [encode_prompt(row, task, tokenizer, config) for row in rows[:8]]
+    texts = {f"task.name: the code of {config.task.name!r}":
+             ast.dump(ast.parse(Path(task.__file__).read_bytes())),
+             "data.dataset: a question": json.dumps(rows, default=plain, skipkeys=True),
+             "model.name: how the tokenizer reads a question": json.dumps(prompts)}
+    if config.model.lora_rank or config.training.kl_beta:  # else the checkpoint holds all weights
+        texts["model.name: a weight"] = str(
+            [torch.hash_tensor(each).view(torch.int64).item() for each in model.parameters()
+             if not (config.model.lora_rank and each.requires_grad)])
+    return {what: hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
+            for what, text in texts.items()}

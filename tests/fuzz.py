@@ -95,7 +95,7 @@ class Mute(Exception): __str__ = None
 def forever(): return forever()
 calls = []
 def load(dataset, max_rows):
-    rows = [{"prompt": f"Count to {i}.", "number": i} for i in range(40)]
+    rows = [{"prompt": f"Count to {i}.", "number": i, "deep": [[]]} for i in range(40)]
     @load
     return rows
 def reward_function(completion, row):
@@ -109,12 +109,14 @@ SOLVED = @solved
 @top
 """
 PARTS = {slot: split(text) for slot, text in {  # the first of each is good
-    "top": " | LEAVE | LEAVE | LEAVE | def | \0 | load = VALUE | reward_function = VALUE",
-    "load": """ | LEAVE | LEAVE | LEAVE | return VALUE | return iter(rows) | return rows[:1]
+    "top": " | LEAVE | LEAVE | LEAVE | MOVE | def | \0 | load = VALUE | reward_function = VALUE",
+    "load": """ | LEAVE | LEAVE | LEAVE | MOVE | return VALUE | return iter(rows) | return rows[:1]
      | rows[7] = VALUE | rows[7]['prompt'] = VALUE | for row in rows: row['prompt'] = VALUE
      | del rows[7]['prompt'] | rows[7]['problem'] = VALUE | for row in rows: row['group'] = VALUE
      | for row in rows: row['problem'] = VALUE | for row in rows: row['more'] = VALUE""",
     "reward": """ | LEAVE | if WHEN: LEAVE | if WHEN: LEAVE | if WHEN: LEAVE | return VALUE
+     | MOVE | if WHEN: MOVE | row['deep'][0].append(1); good['answer'] = float(len(row['deep'][0]))
+     | good = {name: 2 * value - 1 for name, value in good.items()}
      | return dict.fromkeys(good, VALUE) | if len(calls) % 2: return dict.fromkeys(good, VALUE)
      | if WHEN: return dict.fromkeys(good, VALUE) | good[VALUE] = 1.0 | good['form'] = VALUE
      | good.popitem() | row.clear() | row['prompt'] = VALUE | if WHEN: return VALUE""",
@@ -131,6 +133,10 @@ WORDS = {word: split(text) for word, text in {
      | faulthandler._sigsegv() | os.kill(os.getpid(), signal.SIGTERM) | print("x\n" * 100_000)
      | sys.stdout.close(); print("x") | print("\ud800") | raise asyncio.CancelledError | assert 0
      | raise ExceptionGroup("many", [ValueError("a")]) | raise OSError(28, "gloo") | import aaa""",
+    "MOVE": r"""os.chdir("..") | os.chdir("/") | os.chdir("runs/other") | os.umask(0o777)
+     | torch.set_grad_enabled(False) | torch.set_default_dtype(torch.float64)
+     | torch.set_default_device("meta") | torch.manual_seed(0)
+     | signal.signal(signal.SIGTERM, signal.SIG_IGN)""",
     "VALUE": r"""None | "" | "text" | "\ud800" | "x" * 100_000 | "\x1b[2J\x07" | "a\nb" | b"x" | 3
      | [] | [1] | {} | lambda: 0 | object() | math.nan | math.inf | 1e308 | -1e308 | 1e-320 | "1.0"
      | 10 ** 400 | 1j | numpy.float32(1) | torch.tensor(1.0) | torch.ones(2) | fractions.Fraction(1)
@@ -243,6 +249,20 @@ def task(case) -> None:
     case.start(SMALL | {"data.prompt_style": style, "task.name": "mine.py"}, may_die=True)
 
 
+def changed(case) -> None:
+    """What a run stands on, before it goes on."""
+    draw, here = case.draw, case.here
+    shutil.copytree(ROOT / "tiny" / "model", here / "model")
+    shutil.copyfile(ROOT / "examples" / "gsm8k.jsonl", here / "rows.jsonl")
+    shutil.copyfile(ROOT / "examples" / "gsm8k.py", here / "mine.py")
+    keys = SMALL | {"model.name": "model", "data.dataset": "rows.jsonl", "task.name": "mine.py",
+                    "data.num_validation": "3"} | draw.choice([{}, {"model.lora_rank": "2"}])
+    case.start(keys, has_to_end=True)
+    file = here / draw.choice(["model", "rows.jsonl", "mine.py"])
+    case.about = damage(file, draw)
+    case.start(keys | {"training.max_steps": "3"}, may_die=file.name == "mine.py")
+
+
 def signals(case) -> None:
     draw, keys = case.draw, SMALL | {"training.max_steps": "3"}
     kinds = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL]
@@ -264,7 +284,7 @@ def streams(case) -> None:
     case.start(SMALL | {"run.name": name}, stream=stream, has_to_end=True)
 
 
-KINDS = {settings: 4, task: 4, damaged: 2, signals: 2, streams: 1}  # how often
+KINDS = {settings: 4, task: 4, damaged: 2, changed: 2, signals: 2, streams: 1}  # how often
 
 
 # ---------------------------------------------------------------- a case, and many

@@ -19,7 +19,7 @@ from conftest import draw_nothing, run_main
 
 import logger
 import main
-from machinery import checkpoints
+from machinery import checkpoints, disk
 
 
 def run_and_be_struck(strike: dict, folder: str, arguments: list[str]):
@@ -71,13 +71,13 @@ def run_and_be_struck(strike: dict, folder: str, arguments: list[str]):
     passing(main, "evaluate", before="evaluating")
     passing(main, "evaluation_metrics", after="evaluated")
     passing(checkpoints, "save_file", after="saving: tensors")
-    passing(checkpoints, "sync_to_disk", before="saving: written",
+    passing(disk, "sync_to_disk", before="saving: written",
             when=lambda path: path.name == "state.json")
-    passing(checkpoints, "sync_to_disk", before="saving: renamed", after="saving: synced",
+    passing(disk, "sync_to_disk", before="saving: renamed", after="saving: synced",
             when=lambda path: path.name == "checkpoints")
     passing(shutil, "rmtree", before="saving: removal", after="saving: removed",
             when=lambda folder, *_: folder.name.startswith("step-"))
-    passing(checkpoints, "sync_to_disk", after="saving: best",
+    passing(disk, "sync_to_disk", after="saving: best",
             when=lambda path: path.name == "unfinished" and path.parent.name != "checkpoints")
     passing(Path, "replace", after="saving: linked")
     passing(logger.Logger, "finish", before="finishing")

@@ -16,7 +16,7 @@ from test_resume import SMALL
 
 import main
 from machinery import errors, launch, model, ranks
-from machinery.batches import NOTHING
+from machinery.policy import NOTHING
 
 TINY = [*SMALL, "training.max_new_gen_tokens=16", "training.max_steps=1"]
 

@@ -23,7 +23,7 @@ from transformers.cache_utils import DynamicLayer
 
 import main
 from machinery import policy
-from machinery.batches import ROOM, RoomyLayer
+from machinery.policy import ROOM, RoomyLayer
 
 
 def tokens_read(model):

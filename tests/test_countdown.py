@@ -508,6 +508,9 @@ def test_a_json_line_may_be_anything_that_json_allows(tmp_path):
     path.write_bytes(
         '{"nums":[1,2],"target":3,"note":"é"}\r\n\n  {"target": 3.0, "nums": [ 1, 2.0 ]}'.encode())
     assert problems(load(str(path), None)) == [([1, 2], 3)] * 2
+    # as Windows' editors begin a file
+    path.write_text('{"nums":[1,2],"target":3}\n', encoding="utf-8-sig")
+    assert problems(load(str(path), None)) == [([1, 2], 3)]
     # as json.dumps(ensure_ascii=False) writes it
     path.write_text('{"nums":[1,2],"target":3,"note":"a\u2028b\u0085c"}\n', encoding="utf-8")
     assert load(str(path), None)[0]["note"] == "a\u2028b\u0085c"

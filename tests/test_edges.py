@@ -6,14 +6,18 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 
 import pytest
-from conftest import make_config, read_jsonl, run_main, start
+import torch
+import transformers
+from conftest import make_config, make_model, read_jsonl, run_main, start
 from processes import ROOT, inherited, ranks
 from test_resume import SMALL, outcome, run_without_curves, without_files
 
+import countdown
 import main
 
 TINY = [*SMALL, "training.max_new_gen_tokens=16", "checkpoint.every=1"]
@@ -109,6 +113,8 @@ def test_one_rank_that_leaves_takes_all_along_and_what_was_saved_is_kept(
     ("REWARD_WEIGHTS = {'answer': 1, 'right?': 1}", "more than letters"),
     ("def load(*_):\n    yield {'prompt': 'half a \\ud800'}", "surrogates not allowed"),
     ("def load(*_):\n    return [{'prompt': ''}] * 9", "the prompt of row 1 is '', no text"),
+    ("def load(*_):\n    return [{'prompt': str(i), 'problem': (i, [i])} for i in range(99)]",
+     "the problem (0, [0]) has no hash"),
     ("def load(*_):\n    return None", "its load() fails"),
     ("def load(*_):\n    return []", "0 different problems"),
     ("def load(*_):\n    return [{'prompt': str(i), 'f': lambda: 0} for i in range(99)]",
@@ -124,16 +130,114 @@ def test_wrong_names_and_rows_of_a_task_are_found_before_the_first_sample(
 
 
 def test_rows_may_come_from_a_generator_and_parts_be_any_kind_of_number(tmp_path, monkeypatch):
-    """And what a reward does to its row stays there."""
+    """And what a reward does to its row, however deep, stays there."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(
         "import numpy, torch\nSOLVED = 'right'\n"
         "REWARD_WEIGHTS = {'right': numpy.float32(1), 'long': True}\n"
-        "def load(dataset, max_rows):\n    return ({'prompt': str(i)} for i in range(99))\n"
-        "def reward_function(completion, row):\n    row.clear()\n"
+        "def load(dataset, max_rows):\n"
+        "    return ({'prompt': str(i), 'hints': [{'at': [i]}]} for i in range(99))\n"
+        "def reward_function(completion, row):\n"
+        "    hint, = row['hints'][0]['at']\n"
+        "    assert str(hint) == row['prompt']\n"
+        "    row['hints'][0]['at'].append(7)\n    row.clear()\n"
         "    return {'right': numpy.float32(len(completion) % 2), 'long': torch.tensor(0.5)}\n")
     assert start([*TINY, "task.name=own.py", "run.dir=.", "training.max_steps=1"]) == 0
     assert read_jsonl(tmp_path / "a" / "metrics.jsonl")[1]["reward/long"] == 0.5
+
+
+MOVES = """
+import os, signal, torch
+from countdown import *
+def move():
+    os.chdir("elsewhere" if os.path.isdir("elsewhere") else "/")
+    os.umask(0o777)
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float16)
+    torch.set_default_device("meta")
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+move()
+own_load, own_reward = load, reward_function
+def load(*arguments):
+    rows = own_load(*arguments)
+    move()
+    return rows
+def reward_function(*arguments):
+    move()
+    return own_reward(*arguments)
+"""
+
+
+def test_what_a_task_moves_of_the_process_is_put_back(tmp_path, monkeypatch):
+    """Its folder, what files may be read by, torch's defaults, who heeds a stop signal. A run of
+    the same name where the task goes to is not touched."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere" / "a").mkdir(parents=True)
+    (tmp_path / "still.py").write_text("from countdown import *\n")
+    (tmp_path / "moves.py").write_text(MOVES)
+    settings = [*TINY, "training.max_steps=1"]
+    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+    assert start([*settings, "task.name=still.py", "run.dir=still"]) == 0
+    heeds = []
+
+    def ask(self):
+        heeds.append([signal.getsignal(number) for number in numbers])
+
+    monkeypatch.setattr(main.Logger, "_draw_curves", ask)
+    mask = os.umask(0o022)
+    try:
+        assert start([*settings, "task.name=moves.py", "run.dir=moved"]) == 0
+    finally:
+        assert os.umask(mask) == 0o022
+    assert all(callable(handler) for handler in heeds[-1])
+    assert outcome(tmp_path / "moved" / "a") == outcome(tmp_path / "still" / "a") | {
+        "files": outcome(tmp_path / "moved" / "a")["files"]}
+    assert not list((tmp_path / "elsewhere" / "a").iterdir())
+    assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
+    assert torch.get_default_device().type == "cpu"
+
+
+@pytest.mark.parametrize("value", ["-1.0", "2", "1.001"])
+def test_a_share_solved_is_from_0_to_1(value, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(
+        "from countdown import *\ndef reward_function(completion, row):\n"
+        f"    return {{'format': -3.0, 'answer': {value}}}\n")
+    assert start([*TINY, "task.name=own.py", "run.dir=."]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"answer, is {float(value):g}, not from 0 to 1; " in said, said
+
+
+@pytest.mark.parametrize("what", ["a weight", "all weights"])
+def test_a_model_without_numbers_as_it_is_loaded_is_said_to_be_so(what, tmp_path, capsys):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "tiny" / "model")
+    model = make_model("llama", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    for parameter in [*model.parameters()][:1 if what == "a weight" else None]:
+        parameter.data.fill_(float("nan"))
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    capsys.readouterr()
+    assert start([*TINY, f"model.name={tmp_path / 'model'}", f"run.dir={tmp_path}"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "as it was loaded" in said and "any more" not in said, said
+
+
+@pytest.mark.parametrize(("spare", "code"), [(1, 0), (0, 2)])
+def test_a_tokenizer_with_tokens_that_the_model_lacks_is_named_where_a_prompt_has_them(
+        spare, code, tmp_path, capsys):
+    """Those that no prompt has do no harm."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "tiny" / "model")
+    rows = countdown.load(str(ROOT / "tiny" / "countdown.parquet"), 200)
+    highest = max(max(tokenizer(row["prompt"])["input_ids"]) for row in rows)
+    assert tokenizer.eos_token_id < highest < len(tokenizer) - 1
+    model = make_model("llama", vocab_size=highest + spare, eos_token_id=tokenizer.eos_token_id)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    assert start([*TINY, f"model.name={tmp_path / 'model'}", "training.max_steps=1",
+                  f"run.dir={tmp_path}"]) == code
+    said = capsys.readouterr().err
+    assert (said.count("\n") == 1 and "its tokenizer writes token" in said) == (code == 2), said
 
 
 # ---------------------------------------------------------------- the screen
@@ -163,7 +267,7 @@ def test_a_screen_that_is_full_gone_or_of_few_characters_costs_what_would_be_see
                    f"run.dir={tmp_path}", "training.max_steps=1")
     assert result.returncode == 0 and not result.stderr, result.stderr
     assert json.loads((tmp_path / "a" / "summary.json").read_text())["steps"] == 1
-    assert kind != "ascii" or "\\xb1" in result.stdout  # of 0.5 ± 0.1
+    assert kind != "ascii" or "\\u2013" in result.stdout  # of 0.5 (0.1–0.9)
 
 
 def test_closed_streams_cost_no_run_and_the_first_words_come_before_the_libraries(tmp_path):
@@ -338,11 +442,18 @@ def test_the_name_of_a_run_is_one_plain_name_and_nothing_is_touched_otherwise(tm
 
 
 def test_a_run_where_the_locale_knows_no_unicode_is_as_any_other(tmp_path):
-    result = subprocess.run(
-        [sys.executable, ROOT / "main.py", *TINY, f"run.dir={tmp_path}", "training.max_steps=1"],
-        capture_output=True, text=True, check=False, cwd=tmp_path,
-        env={**inherited(), "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"})
-    assert result.returncode == 0 and "\\xb1" in result.stdout, result.stderr
+    """But for a name that it cannot read, which is said."""
+    def start_there(*arguments):
+        return subprocess.run(
+            [sys.executable, ROOT / "main.py", *TINY, f"run.dir={tmp_path}", *arguments],
+            capture_output=True, text=True, check=False, cwd=tmp_path,
+            env={**inherited(), "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"})
+
+    result = start_there("training.max_steps=1")
+    assert result.returncode == 0 and "\\u2013" in result.stdout, result.stderr
+    result = start_there("run.name=Jürgen".encode())
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert "is not in this locale's alphabet: set LC_ALL=C.UTF-8" in result.stderr
 
 
 def test_help_is_no_mistake():

@@ -21,6 +21,7 @@ import matplotlib.figure
 import pytest
 import safetensors.torch
 import torch
+import transformers
 from conftest import DRAW_CURVES, make_config, read_jsonl, run_main, start, stay
 from processes import ROOT, ranks
 from test_resume import SMALL, outcome, run_without_curves, uninterrupted, without_files
@@ -521,6 +522,91 @@ def test_a_key_that_is_younger_than_the_checkpoint_is_said(tmp_path, capsys):
             in capsys.readouterr().out)
 
 
+def change_a_row(folder):
+    rows = (folder / "rows.jsonl").read_text().splitlines()
+    (folder / "rows.jsonl").write_text("\n".join([rows[1], rows[0], *rows[2:]]))
+
+
+def change_the_task(folder):
+    text = (folder / "own.py").read_text()
+    (folder / "own.py").write_text(text.replace("0.2", "0.3"))
+
+
+def change_a_weight(folder):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
+    with torch.no_grad():
+        next(model.parameters()).flatten()[7] += 0.01
+    model.save_pretrained(folder / "model")
+
+
+def change_the_tokenizer(folder):
+    path = folder / "model" / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
+    path.write_text(json.dumps(tokenizer))
+
+
+@pytest.mark.parametrize(("change", "says", "keys"), [
+    (change_a_row, "data.dataset: a question", []),
+    (change_the_task, "task.name: the code of", []),
+    (change_the_tokenizer, "model.name: how the tokenizer reads a question", []),
+    (change_a_weight, "model.name: a weight", ["model.lora_rank=2"]),
+    (change_a_weight, "model.name: a weight", ["training.kl_beta=0.1"]),
+    (change_a_weight, None, []),  # all of them are in the checkpoint
+])
+def test_what_a_run_stands_on_is_known_again_by_what_is_in_it(
+        change, says, keys, tmp_path, model_folder, capsys):
+    shutil.copytree(model_folder("llama"), tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text("\n".join(
+        json.dumps({"nums": [i, 3, 2], "target": i + 5}) for i in range(1, 40)))
+    (tmp_path / "own.py").write_text(
+        "from countdown import *\nREWARD_WEIGHTS = {'format': 0.2, 'answer': 1.0}\n")
+    settings = [*TINY, *keys, f"run.dir={tmp_path}", f"model.name={tmp_path / 'model'}",
+                f"task.name={tmp_path / 'own.py'}", f"data.dataset={tmp_path / 'rows.jsonl'}",
+                "checkpoint.every=1"]
+    assert start([*settings, "training.max_steps=1"]) == 0
+    text = (tmp_path / "own.py").read_text()
+    (tmp_path / "own.py").write_text(f"# said in other words\n{text}\n")
+    assert start([*settings, "training.max_steps=2"]) == 0
+    change(tmp_path)
+    capsys.readouterr()
+    assert start([*settings, "training.max_steps=3"]) == (2 if says else 0)
+    said = capsys.readouterr().err
+    if says:
+        assert said.count("\n") == 1 and f"another experiment ({says}" in said, said
+        assert said.endswith("run.name to begin anew, or run.resume_anyway=true to go on\n")
+        assert start([*settings, "training.max_steps=3", "run.resume_anyway=true"]) == 0
+        assert f"changed since the checkpoint: {says}" in capsys.readouterr().out
+
+
+def test_a_start_that_is_refused_leaves_no_folder_and_a_good_one_no_error_of_another(
+        tmp_path, capsys):
+    settings = [*TINY, f"run.dir={tmp_path}", "training.max_steps=1"]
+    assert start([*settings, "data.num_validation=999999"]) == 2
+    assert not list(tmp_path.iterdir())
+    broken = tmp_path / "broken.py"
+    broken.write_text("raise ValueError('long ' * 99)")
+    assert start([*settings, f"task.name={broken}"]) == 2
+    assert f"(more in {tmp_path / 'a' / 'error-0.txt'})" in capsys.readouterr().err
+    assert (tmp_path / "a" / "error-0.txt").exists()
+    assert start(settings) == 0
+    assert not (tmp_path / "a" / "error-0.txt").exists()
+
+
+def test_what_is_saved_can_be_read_by_whom_the_umask_lets(tmp_path):
+    mask = os.umask(0o027)
+    try:
+        assert start([*TINY, f"run.dir={tmp_path}", "training.max_steps=1",
+                      "checkpoint.every=1"]) == 0
+    finally:
+        os.umask(mask)
+    saved = [path for path in (tmp_path / "a").rglob("*") if path.is_file()]
+    assert {"model.safetensors", "tensors.safetensors"} <= {path.name for path in saved}
+    assert {path.name: path.stat().st_mode & 0o777 for path in saved} == {
+        path.name: 0o640 for path in saved}
+
+
 def test_a_checkpoint_by_path_begins_a_branch_that_then_goes_on_by_itself(tmp_path, capsys):
     settings = [*TINY, "checkpoint.every=1", "checkpoint.keep=3", "validation.every=1",
                 f"run.dir={tmp_path}"]
@@ -545,10 +631,11 @@ def test_other_ranks_with_the_same_batch_go_on_and_with_another_batch_do_not(tmp
     settings = [*SMALL, "training.max_steps=2", f"run.dir={tmp_path}"]
     result = ranks(1, run_without_curves, *settings)
     assert (result.returncode == 2 and
-            "training.num_samples_per_step: 4 over all ranks -> 2 over all ranks" in result.stderr)
+            "training.num_samples_per_step: 4 over all ranks -> 2 over all ranks" in result.stderr
+            and "set training.num_samples_per_step=4 to go on as it was, run.name" in result.stderr)
     result = ranks(1, run_without_curves, *settings, "training.num_samples_per_step=4")
     assert result.returncode == 0, result.stderr
-    assert "1 ranks now, 2 then: other answers are sampled" in result.stdout
+    assert "ranks: 2 then, 1 now: other answers are sampled" in result.stdout
     assert [entry["step"] for entry in read_jsonl(tmp_path / "a" / "metrics.jsonl")
             if "reward" in entry] == [1, 2]
 

@@ -376,6 +376,16 @@ def test_what_has_no_number_is_shown_as_that(tmp_path, capsys):
     assert "100%" in said and "12%" in said and " -12.34560 " in said and "n/a in punished" in said
 
 
+def test_where_nothing_was_learned_no_change_is_told(tmp_path, capsys):
+    log = make_logger(tmp_path, is_terminal=False)
+    metrics = {name: 0.0 for topic in ADVICE["first_step"]
+               for name in re.findall(r"{(.*?):", topic["says"])}
+    log._look_at({name: None if name.startswith("change") else value
+                  for name, value in metrics.items()})
+    said = " ".join(capsys.readouterr().out.split())
+    assert "nothing was learned from, so no log p has changed" in said and "n/a" not in said
+
+
 def test_a_first_step_of_which_nothing_is_known_is_not_called_healthy(tmp_path, capsys):
     """Some of the new log-probabilities are not finite, or no answer was learned from."""
     log = make_logger(tmp_path, is_terminal=False)
@@ -604,7 +614,8 @@ def test_every_text_of_the_advice_can_be_said():
     phases = ("score", "read", "prepare", "sample", "refill", "learn", "evaluate", "save")
     said = [look.format(name="reward/answer", **config) for *_, look in SIGNS]
     said += [ADVICE["out_of_memory"][phase].format(**config) for phase in phases]
-    said += [ADVICE["out_of_range"]]
+    said += [ADVICE["out_of_range"], ADVICE["no_numbers"]]
+    said += [topic["without"] for topic in ADVICE["first_step"] if "without" in topic]
     said += [ADVICE["slow_saving"].format(**config, saving=2.5, step=10.0, rarer=5)]
     assert all(text and not re.search(r"[{}\n]", text) for text in said)
     assert set(ADVICE["out_of_memory"]) == set(phases) and all(ADVICE["settings"].values())

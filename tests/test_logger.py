@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import re
 import socket
 import subprocess
@@ -236,6 +237,23 @@ def test_progress_is_a_bar_on_a_terminal_and_plain_lines_elsewhere(
         bar.update(40)
         raise RuntimeError("what is said of it must not stand behind the bar")
     assert capsys.readouterr().out.endswith("\r")
+
+
+def test_a_terminal_that_does_not_know_its_size_has_bars_too(tmp_path, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.delenv("LINES", raising=False)
+    reader, writer = pty.openpty()
+    assert os.get_terminal_size(writer) == (0, 0)
+    with open(writer, "w") as screen, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", screen)
+        patch.setattr(sys, "__stdout__", screen)
+        with make_logger(tmp_path, is_terminal=True).phase("sample", 100) as bar:
+            for _ in range(4):
+                time.sleep(0.11)
+                bar.update(20)
+        said = os.read(reader, 100_000).decode()
+    os.close(reader)
+    assert "sample 40/100 [" in said and max(map(len, said.split("\r"))) <= 59
 
 
 def test_long_completions_are_shortened_in_the_middle():

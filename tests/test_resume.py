@@ -225,6 +225,7 @@ def test_ctrl_c_saves_the_step_and_a_second_one_ends_the_run_at_once(how, code, 
     strike = {"rank": 0, "point": "sampling", "passing": 2, "how": how}
     result = interrupted(1, strike, tmp_path, "training.max_steps=9", "checkpoint.every=100")
     assert result.codes == [code] and "Traceback" not in result.stderr, result.stderr
+    assert result.stderr.count("\nstopping after this step; Ctrl-C again to stop now\n") == 1
     if saved:
         assert_stopped(result, tmp_path, saved=2, name="SIGINT")
     assert list((tmp_path / "a").glob("checkpoints/step-*")) == [

@@ -59,9 +59,10 @@ def test_a_run_of_two_ranks_leaves_everything_it_promises(tmp_path):
     assert set(entries[1]) == every_step | CHANGE | {"sampler_gap", "sampler_distance"}
     assert set(entries[2]) == set(entries[4]) == every_step | CHANGE
     assert set(entries[0]) == {
-        "step", "eval/best_of_n", "eval/best_of_n_ci95", "eval/solved", "eval/solved_ci95",
-        "eval/solved/3", "eval/format", "eval/answer", "eval/reward", "eval/completion_length",
-        "eval/truncated", "eval/pass_at_1", "eval/pass_at_2"}
+        "step", "eval/best_of_n", "eval/best_of_n_low", "eval/best_of_n_high", "eval/solved",
+        "eval/solved_low", "eval/solved_high", "eval/solved/3", "eval/format", "eval/answer",
+        "eval/reward", "eval/completion_length", "eval/truncated", "eval/pass_at_1",
+        "eval/pass_at_2"}
     assert all(entry[key] > 0 for entry in entries if "reward" in entry for key in TIMES)
 
     samples = read_jsonl(folder / "samples.jsonl")
@@ -196,6 +197,31 @@ class Kept:
         yield NO_BAR
 
 
+def wilson(share: float, n: float, side: int) -> float:
+    """The farthest truth on that side that `share` of n draws is 1.96 standard errors from."""
+    inside, outside = share, float(side > 0)
+    for _ in range(60):
+        middle = (inside + outside) / 2
+        far = abs(share - middle) > 1.96 * math.sqrt(middle * (1 - middle) / n)
+        inside, outside = (inside, middle) if far else (middle, outside)
+    return inside
+
+
+@pytest.mark.parametrize(("groups", "low", "high"), [
+    ([[0, 0]] * 32, 0.0, wilson(0, 32, 1)), ([[1, 1]] * 8, wilson(1, 8, -1), 1.0),
+    ([[1, 0]] * 8, wilson(0.5, 8, -1), wilson(0.5, 8, 1)),
+    # a little less even than that: as much as each answer counts, and no more
+    ([[1, 0]] * 9 + [[1, 1], [0, 0]], wilson(0.5, 22, -1), wilson(0.5, 22, 1)),
+    ([[1, 1]], wilson(1, 1, -1), 1.0), ([[1, 1]] * 7 + [[0, 0]], wilson(7 / 8, 8, -1),
+                                        wilson(7 / 8, 8, 1))])
+def test_the_interval_stays_within_0_and_1_and_is_never_a_point(groups, low, high):
+    answers = [[main.Trajectory({}, [], [0], "", False, {"format": 1.0, "answer": value})
+                for value in group] for group in groups]
+    metrics = main.evaluation_metrics(answers, main.load_task(make_config()))
+    assert metrics["eval/solved_low"] == pytest.approx(low, abs=1e-9)
+    assert metrics["eval/solved_high"] == pytest.approx(high, abs=1e-9)
+
+
 def test_best_of_n_and_mean_accuracy_by_hand():
     task = main.load_task(make_config())
     solved = [[1, 0, 0], [0, 0, 0], [1, 1, 1], [0, 1, 1], [0, 0, 0]]
@@ -210,16 +236,18 @@ def test_best_of_n_and_mean_accuracy_by_hand():
     (step, metrics, answers), again = run.log.evaluations
     assert (step, answers) == (7, groups) and again == run.log.evaluations[0]
     assert run.best == pytest.approx((3 / 5, 6 / 15)) and run.folder.saved == [metrics]  # once
+    # so many draws of 0 or 1 have as much variance as the mean over the five questions
+    variance = ((1 / 3 - .4) ** 2 + .16 + .36 + (2 / 3 - .4) ** 2 + .16) / 4
+    n = .4 * .6 / (variance / 5)
+    assert 5 < n < 15
     assert metrics == pytest.approx({
         "eval/best_of_n": 3 / 5, "eval/solved": 6 / 15, "eval/solved/3": 4 / 9,
         "eval/solved/4": 2 / 6,
         # of one answer drawn, of two, of all three: question by question
         "eval/pass_at_1": 6 / 15, "eval/pass_at_2": (2 / 3 + 0 + 1 + 1 + 0) / 5,
         "eval/pass_at_3": 3 / 5,
-        # 1.96 standard errors of the mean over the five questions
-        "eval/best_of_n_ci95": 1.96 * (0.3 / 5) ** 0.5,
-        "eval/solved_ci95":
-            1.96 * (((1 / 3 - .4) ** 2 + .16 + .36 + (2 / 3 - .4) ** 2 + .16) / 4 / 5) ** 0.5,
+        "eval/best_of_n_low": wilson(3 / 5, 5, -1), "eval/best_of_n_high": wilson(3 / 5, 5, 1),
+        "eval/solved_low": wilson(6 / 15, n, -1), "eval/solved_high": wilson(6 / 15, n, 1),
         "eval/format": 0.5, "eval/answer": 0.4, "eval/reward": 0.45, "eval/completion_length": 2,
         "eval/truncated": 1 / 3})
 

@@ -24,7 +24,7 @@ from processes import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import main
-from machinery.batches import ROOM
+from machinery.policy import ROOM
 
 sys.path.append(str(ROOT / "bench"))
 import continuous

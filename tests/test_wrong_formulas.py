@@ -98,7 +98,7 @@ WRONG = {
         "d = logprobs - torch.cat([answer.reference_logprobs for answer in batch])",
         f"{FAMILY}[GRPO-KL-unclipped-1-dtype0]"),
     "the reference with the adapters on": (
-        "            model.disable_adapters()\n", "            pass\n",
+        "        as_loaded.disable_adapters()", "        pass",
         ("test_lora.py::"
          "test_only_the_adapters_learn_and_the_kl_term_measures_from_the_model_without_them")),
     "a stale sampler": (
