@@ -218,7 +218,7 @@ SOLVED = "digits"
 def load(dataset, max_rows):
     return [{"prompt": countdown.generate_prompt([3, 7, 25], i)} for i in range(40)]
 def reward_function(completion, row):
-    return {"digits": sum(each.isdigit() for each in completion)}
+    return {"digits": min(1.0, sum(each.isdigit() for each in completion) / 20)}
 """
 QUICK = ["task.name=digits.py", "training.max_new_gen_tokens=12", "data.num_validation=4"]
 TASK = ["data.max_rows=60", "data.num_validation=4"]
@@ -299,7 +299,7 @@ def test_another_task_is_judged_by_its_own_parts(command, tmp_path):
     assert code == 0 and err == "" and "every token of it" in out
     for answer in pages["one_step.html"]["answers"]:
         text = "".join(token[0] for token in answer["tokens"])
-        assert answer["reward"] == sum(each.isdigit() for each in text)
+        assert answer["reward"] == sum(each.isdigit() for each in text) / 20
         assert answer["parts"] == answer["verdict"] == f"digits {answer['reward']:.2f}"
     assert len(pages["one_step.html"]["again"]) == 2  # what runs/ holds is about something else
 
