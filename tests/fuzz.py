@@ -255,6 +255,7 @@ def changed(case) -> None:
     shutil.copytree(ROOT / "tiny" / "model", here / "model")
     shutil.copyfile(ROOT / "examples" / "gsm8k.jsonl", here / "rows.jsonl")
     shutil.copyfile(ROOT / "examples" / "gsm8k.py", here / "mine.py")
+    shutil.copyfile(ROOT / "examples" / "rewards.py", here / "rewards.py")
     keys = SMALL | {"model.name": "model", "data.dataset": "rows.jsonl", "task.name": "mine.py",
                     "data.num_validation": "3"} | draw.choice([{}, {"model.lora_rank": "2"}])
     case.start(keys, has_to_end=True)
