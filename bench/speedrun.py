@@ -61,11 +61,10 @@ def reached(answer: dict) -> bool:
 
 def settings(root: Path) -> dict[str, object]:
     """{key: value} of that checkout."""
-    tell = "import json, sys, main; print(main.load_config(sys.argv[1:]).model_dump_json())"
-    said = subprocess.run([sys.executable, "-c", tell, *given], cwd=root, check=True, text=True,
-                          stdout=subprocess.PIPE).stdout.splitlines()[-1]
-    return {f"{section}.{name}": value for section, values in json.loads(said).items()
-            for name, value in values.items()}
+    tell = ("import json, sys; from machinery.settings import flatten, load_config; "
+            "print(json.dumps(flatten(load_config(sys.argv[1:]))))")
+    return json.loads(subprocess.run([sys.executable, "-c", tell, *given], cwd=root, check=True,
+                                     text=True, stdout=subprocess.PIPE).stdout.splitlines()[-1])
 
 
 def check(answer: dict, ours: list[dict], is_trl: bool) -> None:

@@ -66,7 +66,9 @@ def put_back():
         os.umask(mask)
         torch.set_default_dtype(dtype)
         for number, handler in handlers.items():
-            if signal.getsignal(number) != handler:
+            now = signal.getsignal(number)
+            # a Ctrl-C that came meanwhile has made way for the second: see `stop_signals`
+            if now != handler and (number, now) != (signal.SIGINT, signal.SIG_DFL):
                 signal.signal(number, handler)
 
 

@@ -111,11 +111,14 @@ def sampler_metrics(run, answers: list) -> dict[str, float]:
     also sees symmetric noise. Collective."""
     now = logprobs_now(run, answers)
     logprobs, entropies = (torch.cat(each) for each in list(zip(*now))[1:])  # (tokens,) each
-    sampler = type(run.policy.module)(run.sampler, run.config)
-    sampler.mixed = False  # a copy is low in precision itself
-    drawn_with = torch.cat([each for _, each, _ in logprobs_now(run, answers, sampler)])
-    excess = -logprobs - entropies
-    sums = [excess.sum(), (excess**2).sum(), (drawn_with - logprobs).abs().sum()]
+    excess, distance = -logprobs - entropies, torch.zeros_like(logprobs)
+    if any(copied is not own for copied, own in zip(run.sampler.parameters(),
+                                                    run.model.parameters(), strict=True)):
+        sampler = type(run.policy.module)(run.sampler, run.config)
+        sampler.mixed = False  # it is low in precision itself
+        drawn_with = torch.cat([each for _, each, _ in logprobs_now(run, answers, sampler)])
+        distance = (drawn_with - logprobs).abs()
+    sums = [excess.sum(), (excess**2).sum(), distance.sum()]
     n, total, squares, distance = over_ranks([len(excess), *map(float, sums)])
     beyond_chance = abs(total) - 4 * math.sqrt(squares)
     return {"sampler_gap": 0.0 if beyond_chance <= 0 else beyond_chance / n,  # nan stays nan

@@ -118,8 +118,8 @@ def check_lengths(rows: list[dict], model, task, tokenizer, config: Config) -> N
     """A prompt and the longest answer to it have to fit into what the model can read."""
     known = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > known:  # which does no harm where none of the others comes up
-        highest = max(tokenizer.eos_token_id, *(
-            token for row in rows for token in encode_prompt(row, task, tokenizer, config)))
+        highest = max(tokenizer.eos_token_id, max(max(
+            encode_prompt(row, task, tokenizer, config), default=0) for row in rows))
         if highest >= known:
             raise UserError(f"model.name={config.model.name!r}: its tokenizer writes token "
                             f"{highest}, and the model knows {known:,}: take the tokenizer that it "

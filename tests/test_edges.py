@@ -19,6 +19,7 @@ from test_resume import SMALL, outcome, run_without_curves, without_files
 
 import countdown
 import main
+from machinery.errors import theirs
 
 TINY = [*SMALL, "training.max_new_gen_tokens=16", "checkpoint.every=1"]
 
@@ -197,6 +198,20 @@ def test_what_a_task_moves_of_the_process_is_put_back(tmp_path, monkeypatch):
     assert not list((tmp_path / "elsewhere" / "a").iterdir())
     assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
     assert torch.get_default_device().type == "cpu"
+
+
+def test_a_ctrl_c_that_comes_in_a_reward_still_makes_way_for_a_second_one():
+    """What `heed` does then is not the task's to be put back."""
+    def ours(*_):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    signal.signal(signal.SIGINT, ours)
+    signal.signal(signal.SIGTERM, ours)
+    with theirs("reward_function failed"):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == ours
 
 
 @pytest.mark.parametrize("value", ["-1.0", "2", "1.001"])
