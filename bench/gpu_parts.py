@@ -559,6 +559,7 @@ def c10_saving(small):
         disk.sync_to_disk = clocked("sync", disk.sync_to_disk)
         before, gb = sums(), sum(tensor.nbytes for tensor in tensors.values()) / 1e9
         with checkpoints.RunFolder(run.config) as own:
+            own.restore(run.model, run.optimizer, {})  # there is none yet
             started = time.perf_counter()
             own.save(run)
         yield {"shape": "small" if small else shape, "gb": gb,
