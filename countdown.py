@@ -64,7 +64,7 @@ def load(dataset: str, max_rows: int | None) -> list[dict]:
 def read_rows(dataset: str, max_rows: int | None, name: str | None = None) -> list[dict]:
     """The rows as they are stored. `name`: which of its configurations, where a hub dataset has
     several. Other tasks may use this."""
-    path = Path(dataset)
+    path, files = Path(dataset), []
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in (".parquet", ".jsonl"))
         if not files:
@@ -76,8 +76,6 @@ def read_rows(dataset: str, max_rows: int | None, name: str | None = None) -> li
         if not path.is_file():
             raise ValueError(f"data.dataset: there is no file or folder {dataset!r}")
         files = [path]
-    else:
-        files = []
     try:
         tables = ([_read_file(file) for file in files]
                   or [load_dataset(dataset, name, split="train").to_list()])
@@ -192,10 +190,9 @@ def _evaluate(tokens: list[str]) -> Fraction | None:
                 return None
             operators.append(token)
             operand_expected = True
-    if (operand_expected or not apply_operators(1)
-            or operators):  # what is left over is an unclosed "("
-        return None
-    return values[0]
+    # what is left over is an unclosed "("
+    whole = not operand_expected and apply_operators(1) and not operators
+    return values[0] if whole else None
 
 
 def evaluate_expression(text: str) -> Fraction | None:

@@ -9,7 +9,6 @@
 """
 
 import contextlib
-import io
 import json
 import logging
 import math
@@ -18,7 +17,6 @@ import re
 import shlex
 import shutil
 import sys
-import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -26,7 +24,17 @@ from pathlib import Path
 import yaml
 from tqdm.std import TRLock, tqdm
 
-from machinery.errors import Stopped, UserError, is_out_of_memory, said, shortened, visible
+from machinery.errors import (
+    Lines,
+    Stopped,
+    UserError,
+    block,
+    columns,
+    fitting,
+    is_out_of_memory,
+    said,
+    shortened,
+)
 from machinery.ranks import DEVICE, RANK, WORLD_SIZE
 from machinery.settings import ADVICE, ROOT, flatten
 
@@ -83,7 +91,7 @@ class Logger:
                 self.history += [json.loads(line)] if line.startswith('{"step": ') else []
         parameters = sum(parameter.numel() for parameter in run.model.parameters()) / 1e6
         N, (_, G) = self.config.training.num_samples_per_step, self.config.training.k_best_of_n
-        print(_block(f"{parameters:,.1f} M parameters on {WORLD_SIZE} x {DEVICE.type}; "
+        print(block(f"{parameters:,.1f} M parameters on {WORLD_SIZE} x {DEVICE.type}; "
                      f"{len(run.training_rows):,} questions to train on, {N} x {WORLD_SIZE} a step "
                      f"with {G} answers each, and {len(run.validation_rows):,} held out; "
                      f"every setting is in {self.path / 'config.yaml'}"))
@@ -133,7 +141,7 @@ class Logger:
         started, bar = time.perf_counter(), tqdm(
             total=total, desc=name, disable=RANK != 0 or not total, leave=False, delay=0.2,
             mininterval=0.2 if self.is_terminal else SECONDS_BETWEEN_PROGRESS_LINES, miniters=1,
-            file=sys.stdout if self.is_terminal else Lines(), ncols=min(59, _columns()), nrows=24,
+            file=sys.stdout if self.is_terminal else Lines(), ncols=min(59, columns()), nrows=24,
             bar_format="{desc} {n_fmt}/{total_fmt} [{bar:16}] {rate_fmt}, {remaining} left")
         try:
             yield bar
@@ -168,13 +176,13 @@ class Logger:
         else:
             fields.insert(1, "skipped: the gradient is not finite" if metrics["non_finite"]
                           else "nothing to learn from")
-        print(_fitting([*fields, f"{metrics['tokens_per_second']:,.0f} tok/s"]))
+        print(fitting([*fields, f"{metrics['tokens_per_second']:,.0f} tok/s"]))
         if step == 1:
             self._look_at(metrics)
         if "save" in self.seconds and not self.has_weighed_saving:
             self.has_weighed_saving, saving = True, self.seconds["save"]
             if saving > self.config.checkpoint.every * seconds / 5:
-                print(_block(ADVICE["slow_saving"].format(
+                print(block(ADVICE["slow_saving"].format(
                     **dict(self.config), saving=saving, step=seconds,
                     rarer=math.ceil(20 * saving / seconds)), "  "))
         if time.time() - self.drawn > SECONDS_BETWEEN_DRAWINGS:
@@ -189,13 +197,13 @@ class Logger:
             says = topic["says"].format(**shown)
             if says.count("nan") == topic["says"].count("{"):  # no number of it
                 says = topic.get("without", says)
-            print(_block(says.replace("nan", "n/a"), "  "))
+            print(block(says.replace("nan", "n/a"), "  "))
             looks += [look.format(name=name, **dict(self.config))
                       for sign, low, high, look in topic["signs"] for name in numbers
                       if re.fullmatch(sign, name) and low <= numbers[name] <= high][:topic["most"]]
         if not any(look.startswith("!") for look in looks):
             looks.append("nothing is off" if "moved" in numbers else "no numbers to judge by")
-        print(_block("\n".join(looks), "  "))
+        print(block("\n".join(looks), "  "))
 
     def evaluation(self, step: int, metrics: dict, groups: list) -> None:
         self._keep(step, metrics)
@@ -204,12 +212,12 @@ class Logger:
                     "truncated": answer.truncated}
                    for i, group in enumerate(groups) for answer in group]
         self._append("samples.jsonl", samples)
-        print(self._bold(_fitting([
+        print(self._bold(fitting([
             f"evaluation at step {step}:", f"solved {_interval(metrics, 'eval/solved')}",
             f"best of {self.config.validation.best_of_n} {metrics['eval/best_of_n']:.3f}",
             f"length {metrics['eval/completion_length']:.0f}"])))
         if step == 0:
-            print(_block(f"a question as the model reads it:\n{samples[0]['prompt']}", "  "))
+            print(block(f"a question as the model reads it:\n{samples[0]['prompt']}", "  "))
         # The first answer to each of three; of a question what it does not share with the others.
         shown = [group[0] for group in groups[:3]]
         prompts = [answer.row["prompt"].split() for answer in shown]
@@ -217,12 +225,12 @@ class Logger:
         after = len(os.path.commonprefix([prompt[::-1] for prompt in prompts]))
         for prompt, answer in zip(prompts, shown):
             parts = ", ".join(f"{name} {value:.2f}" for name, value in answer.parts.items())
-            print(_block(" ".join(prompt[before:len(prompt) - after] or prompt), "  "))
-            print(_block(shortened(answer.completion.strip(), 600), "    "))
-            print(_block(f"-> reward {answer.reward:.2f} ({parts})", "    "))
+            print(block(" ".join(prompt[before:len(prompt) - after] or prompt), "  "))
+            print(block(shortened(answer.completion.strip(), 600), "    "))
+            print(block(f"-> reward {answer.reward:.2f} ({parts})", "    "))
         self._draw_curves()
-        columns = {key: [sample[key] for sample in samples] for key in samples[0]}
-        self._tell_mlflow("log_table", columns, f"samples/step-{step:06d}.json")
+        table = {key: [sample[key] for sample in samples] for key in samples[0]}
+        self._tell_mlflow("log_table", table, f"samples/step-{step:06d}.json")
 
     def _bold(self, text: str) -> str:
         plain = not self.is_terminal or os.environ.get("NO_COLOR")
@@ -250,14 +258,14 @@ class Logger:
                 + f" -> {last[f'eval/{key}']:.3f}" for name, key in (
                     ("solved", "solved"), ("reward", "reward"),
                     (f"best of {self.config.validation.best_of_n}", "best_of_n"))]
-        print(self._bold(_block(f"{', '.join(rose)}, in {last['step']} steps and "
+        print(self._bold(block(f"{', '.join(rose)}, in {last['step']} steps and "
                                 f"{summary['seconds']:,.0f} s")))
         if best and best["step"] == 0 < last["step"]:
             print("no evaluation was better than that before training, so that is what best/ holds")
         print(f"the best model, of step {best['step']}, is in {folder}" if best else
               f"warning: {folder} is missing, or not of this run")
         if bad_steps:
-            print(_block("warning: since the newest checkpoint no gradient was finite, so nothing "
+            print(block("warning: since the newest checkpoint no gradient was finite, so nothing "
                          f"of what came after it is saved: {self.folder.saved or 'there is none'}"))
         if best and self.config.task.name == "countdown":
             ask = [sys.executable, os.path.relpath(ROOT / "examples" / "ask.py"), "--model",
@@ -365,29 +373,6 @@ class Logger:
         flat = flatten(self.config) | {"run.name": self.path.name}
         # Those that it has from before cannot be changed.
         mlflow.log_params({key: flat[key] for key in flat.keys() - run.data.params.keys()})
-
-
-class Lines(io.StringIO):  # where there is no terminal, a bar is a line, and wiping it nothing
-    def write(self, text: str) -> None:
-        print(text.strip(), end="\n" if text.strip() else "")
-
-
-def _columns() -> int:
-    return shutil.get_terminal_size().columns - 1  # 79 where nobody knows
-
-
-def _fitting(fields: list[str]) -> str:
-    """As many as one line takes, the first ones first."""
-    while len("  ".join(fields)) > _columns() and len(fields) > 1:
-        fields = fields[:-1]
-    return "  ".join(fields)
-
-
-def _block(text: str, indent: str = "") -> str:
-    """Lines that fit, with nothing in them that would change the screen."""
-    return "\n".join(textwrap.fill(line, max(40, _columns()), break_on_hyphens=False,
-                                   initial_indent=indent, subsequent_indent=indent)
-                     for line in visible(text).split("\n"))
 
 
 def _interval(metrics: dict | None, name: str) -> str:

@@ -26,8 +26,8 @@ learned from. With `mask_truncated` an answer that was cut off counts, but has n
 `refill` other questions take the place of those solved by all answers or by none (DAPO).
 
     torchrun --nproc-per-node=4 main.py                     four GPUs, or four processes on a CPU
-    python main.py training.max_steps=20 training.seed=1    one rank; any key of config.yaml
-    torchrun --nproc-per-node=4 main.py --config my.yaml    a file of keys laid over config.yaml
+    python main.py --config my.yaml training.seed=1         one rank; a file of keys laid over
+                                                            config.yaml, and single ones over both
 
 The task is countdown.py, what is shown and kept logger.py. machinery/ holds what can be believed
 unread: settings, ranks, checkpoints, signals, and for the algorithm these functions:
@@ -63,7 +63,7 @@ from machinery.model import load_model, make_reference, make_sampler, refresh_sa
 from machinery.policy import (HALF, hand_to_answers, in_chunks, make_micro_batches, project,
                               read_prompts, states_before)
 from machinery.ranks import RANK, WORLD_SIZE, epoch_order, errors_shared, over_ranks, random_stream
-from machinery.settings import Config, TrainingSettings, load_config
+from machinery.settings import ADVICE, Config, TrainingSettings, load_config
 from machinery.tasks import (check_lengths, contents_of, encode_prompt, grade, load_questions,
                              load_task)
 
@@ -100,7 +100,7 @@ class Run:
     model: nn.Module
     sampler: nn.Module               # what answers are drawn from: the model, or a bfloat16 copy
     policy: DistributedDataParallel  # what learns, a `Policy`: answers -> log pi and entropies
-    reference: Callable | None       # log pi alone, of the model as it was loaded: for the KL term
+    reference: Callable | None       # the same of the model as it was loaded: for the KL term
     optimizer: torch.optim.Optimizer
     step: int                        # training steps done
     best: tuple[float, float]        # best-of-n and mean accuracy of what is in best/
@@ -313,8 +313,7 @@ def policy_gradient(run: Run, answers: list[Trajectory], bar) -> dict[str, float
     policy, training = run.policy, run.config.training
     learned = learned_from(answers, training)  # the others are not run, and cost nothing
     bar.update(len(answers) - len(learned))
-    own_tokens = sum(len(answer.completion_ids) for answer in answers)
-    num_learned, T = over_ranks([len(learned), own_tokens])  # their sums
+    num_learned, T = over_ranks([len(learned), sum(len(each.completion_ids) for each in answers)])
     B = len(answers) * WORLD_SIZE  # what is not run counts too, here and in T
     if num_learned == 0:
         return {"loss": 0.0, "entropy": math.nan, "grad_norm": math.nan, "learned": 0,
@@ -330,7 +329,7 @@ def policy_gradient(run: Run, answers: list[Trajectory], bar) -> dict[str, float
         # that is where DDP makes ready to share.
         with nullcontext() if i == len(micro_batches) - 1 else policy.no_sync():
             if training.kl_beta and batch[0].reference_logprobs is None:
-                hand_to_answers(batch, reference_logprobs=run.reference(batch))
+                hand_to_answers(batch, reference_logprobs=run.reference(batch)[0])
             logprobs, entropies = policy(batch)  # (tokens,) each, at the sampling temperature
             if batch[0].old_logprobs is None:  # constants: for rho, and for `change_metrics`
                 hand_to_answers(batch, old_logprobs=logprobs)
@@ -447,14 +446,10 @@ def train(run: Run) -> int:
     stop_requested = stop_signals()  # SIGTERM, SIGINT and SIGHUP wait for the end of a step
     while run.step < training.max_steps:
         update = training_step(run)
-        if update["non_finite"]:
-            bad_steps += 1
-        elif update["updated"]:  # one without a signal neither counts nor makes up for it
-            bad_steps = 0
+        if update["learned"]:  # a step without a signal neither counts nor makes up for one
+            bad_steps = bad_steps + 1 if update["non_finite"] else 0
         if bad_steps == training.max_bad_steps:
-            raise UserError(f"the gradient was not finite in {bad_steps} steps in a row, up to "
-                            f"step {run.step}; no checkpoint was made of them. Lower "
-                            "training.learning_rate, and start again under another run.name")
+            raise UserError(ADVICE["bad_steps"].format(bad_steps=bad_steps, step=run.step))
         stop = stop_requested()  # on any rank; all of them get the same answer
         due = run.step % run.config.checkpoint.every == 0 or run.step == training.max_steps
         if (due or stop) and not bad_steps:  # else a restart goes on from before them

@@ -155,7 +155,7 @@ def pool_of(run: main.Run, rows: list[dict], answers_each: int,
             logprobs, _ = policy([answer])
             found[key] = {"log pi": sketch.of_log_pi(logprobs)}
             if reference:
-                answer.reference_logprobs = reference([answer])
+                answer.reference_logprobs = reference([answer])[0]
                 found[key] |= {where: sketch.of_penalty(logprobs, answer, training, where)
                                for where in ("reward", "loss")}
         for name, own in sketches.items():

@@ -40,9 +40,10 @@ from harness import (
     transformers,
 )
 
+from machinery.disk import beside_main
 from machinery.model import add_adapters
 from machinery.policy import ANSWERS_PER_PASS, LOGITS_PER_CHUNK, ROOM
-from machinery.settings import beside_main, load_config
+from machinery.settings import load_config
 
 WIDTH = {"float32": 4, "mixed": 4, "bfloat16": 2}  # bytes of a weight that learns
 COMPUTE = {"float32": 4, "mixed": 2, "bfloat16": 2}  # and of what is computed in

@@ -17,9 +17,10 @@ from types import SimpleNamespace
 from harness import NO_FOLDER, SilentLog, leave, main, make_run, say, synchronise, torch
 
 from machinery.checkpoints import NONE_KEPT, state_tensors
+from machinery.disk import beside_main
 from machinery.errors import UserError, said
 from machinery.ranks import RANK, WORLD_SIZE, leaving, part
-from machinery.settings import beside_main, load_config
+from machinery.settings import load_config
 from machinery.tasks import load_questions, load_task
 
 side, pace, passes, *arguments = sys.argv[1:]

@@ -9,6 +9,13 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from machinery.ranks import RANK
+from machinery.settings import ROOT
+
+
+def beside_main(path: str) -> str:
+    """Relative paths hold from the working directory, or else from where main.py lies."""
+    path = os.path.expanduser(path)
+    return str(ROOT / path) if os.path.exists(ROOT / path) and not os.path.exists(path) else path
 
 
 def find_checkpoints(folder: Path) -> list[Path]:  # the newest first

@@ -1,9 +1,12 @@
-"""What a user can mend becomes one line, never a traceback."""
+"""What a user can mend becomes one line, never a traceback; and lines that fit the screen."""
 
+import io
 import json
 import os
 import re
+import shutil
 import signal
+import textwrap
 import time
 import traceback
 from contextlib import chdir, contextmanager
@@ -38,6 +41,29 @@ def said(error: BaseException, most: int = 300) -> str:
 def shortened(text: str, most: int) -> str:
     half = (most - 5) // 2
     return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"
+
+
+class Lines(io.StringIO):  # where there is no terminal, a bar is a line, and wiping it nothing
+    def write(self, text: str) -> None:
+        print(text.strip(), end="\n" if text.strip() else "")
+
+
+def columns() -> int:
+    return shutil.get_terminal_size().columns - 1  # 79 where nobody knows
+
+
+def fitting(fields: list[str]) -> str:
+    """As many as one line takes, the first ones first."""
+    while len("  ".join(fields)) > columns() and len(fields) > 1:
+        fields = fields[:-1]
+    return "  ".join(fields)
+
+
+def block(text: str, indent: str = "") -> str:
+    """Lines that fit, with nothing in them that would change the screen."""
+    return "\n".join(textwrap.fill(line, max(40, columns()), break_on_hyphens=False,
+                                   initial_indent=indent, subsequent_indent=indent)
+                     for line in visible(text).split("\n"))
 
 
 @contextmanager

@@ -11,10 +11,11 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from machinery.disk import beside_main
 from machinery.errors import UserError, blame
 from machinery.policy import HALF, NOTHING
 from machinery.ranks import DEVICE, random_stream
-from machinery.settings import ROOT, Config, beside_main
+from machinery.settings import ROOT, Config
 
 
 def load_model(config: Config):
@@ -104,9 +105,9 @@ def make_sampler(model, tokenizer, config: Config):
 
 
 def make_reference(policy_class: type, model, config: Config) -> Callable:
-    """What the KL term measures from: log-probabilities of the model as it was loaded, with LoRA
-    those with its adapters off. In mixed precision linear layers, but for the output, are kept in
-    bfloat16, as autocast would cast them anyway: until something is learned no bit differs."""
+    """What the KL term measures from: a `Policy` of the model as it was loaded, with LoRA without
+    its adapters. In mixed precision linear layers, but for the output, are kept in bfloat16, as
+    autocast would cast them anyway: until something is learned no bit differs."""
     output = model.get_output_embeddings()
     low = {id(layer.weight) for layer in model.modules() if config.model.precision == "mixed"
            and isinstance(layer, nn.Linear) and layer is not output}
@@ -114,14 +115,7 @@ def make_reference(policy_class: type, model, config: Config) -> Callable:
         HALF if id(parameter) in low else parameter.dtype, copy=parameter.requires_grad))
     if config.model.lora_rank:
         as_loaded.disable_adapters()  # of this copy, which shares all other weights
-    frozen = policy_class(as_loaded, config)
-
-    @torch.no_grad()
-    def reference(answers: list) -> torch.Tensor:
-        logprobs, _ = frozen(answers)
-        return logprobs
-
-    return reference
+    return torch.no_grad()(policy_class(as_loaded, config).forward)
 
 
 @torch.no_grad()

@@ -181,12 +181,6 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         return flatten(yaml.load(Path(path).read_text(encoding="utf-8"), Loader))
 
 
-def beside_main(path: str) -> str:
-    """Relative paths hold from the working directory, or else from where main.py lies."""
-    path = os.path.expanduser(path)
-    return str(ROOT / path) if os.path.exists(ROOT / path) and not os.path.exists(path) else path
-
-
 def flatten(config: Config | dict) -> dict[str, Any]:
     tree = config if isinstance(config, dict) else config.model_dump(mode="json")
     return {f"{name}.{key}": value for name, keys in tree.items() for key, value in keys.items()}

@@ -16,9 +16,10 @@ from types import SimpleNamespace
 
 import torch
 
+from machinery.disk import beside_main
 from machinery.errors import UserError, blame, theirs
 from machinery.ranks import WORLD_SIZE
-from machinery.settings import MOST, ROOT, Config, beside_main
+from machinery.settings import MOST, ROOT, Config
 
 SECONDS_FOR_A_REWARD = 60  # after these one shows where it stands
 # Names that metrics and samples.jsonl have for something else than a part of the reward.
