@@ -132,7 +132,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def is_lost_rank(error: BaseException) -> bool:
     """A consequence of what has happened to another rank, or between them; never a cause."""
-    return dist.is_initialized() and (isinstance(error, dist.DistError) or "gloo" in said(error))
+    gloos = isinstance(error, RuntimeError) and "gloo/" in said(error)  # it names its file
+    return dist.is_initialized() and (isinstance(error, dist.DistError) or gloos)
 
 
 def tell_torchrun(message: str) -> None:

@@ -45,19 +45,19 @@ def load_task(config: Config) -> SimpleNamespace:
     with theirs(f"task.name={name!r} has to define load(), reward_function(), REWARD_WEIGHTS, like "
                 "{'right': 1.0}, SOLVED, which names one of them, and nothing but text as "
                 "SYSTEM_MESSAGE and REPLY_START"):
-        parts, solved = list(task.REWARD_WEIGHTS), task.SOLVED
+        weights = {part: float(each + 0.0) for part, each in task.REWARD_WEIGHTS.items()}  # no text
+        parts, solved = list(weights), task.SOLVED
         for text in ("SYSTEM_MESSAGE", "REPLY_START"):
             (getattr(task, text, None) or "").encode()
         if not (callable(task.load) and callable(task.reward_function) and solved in parts
-                and all(abs(weight + 0.0) <= MOST for weight in task.REWARD_WEIGHTS.values())):
+                and all(abs(weight) <= MOST for weight in weights.values())):
             raise TypeError(f"SOLVED={solved!r}, REWARD_WEIGHTS={task.REWARD_WEIGHTS!r}")
         if taken := [part for part in parts if part in TAKEN and not part == solved == "solved"
                      or part.endswith("_std") or not re.fullmatch(r"[\w .-]+", part)]:
             raise ValueError(f"{taken} name metrics, or have more than letters, digits, - and .")
     if unknown := ", ".join(sorted(set(chosen or {}) - set(parts))):
         raise UserError(f"task.reward_weights: no {unknown} among the parts {', '.join(parts)}")
-    weights = {part: float(weight) for part, weight in (chosen or task.REWARD_WEIGHTS).items()}
-    return SimpleNamespace(**{**vars(task), "REWARD_WEIGHTS": weights})
+    return SimpleNamespace(**{**vars(task), "REWARD_WEIGHTS": dict(chosen or weights)})
 
 
 def encode_prompt(row: dict, task, tokenizer, config: Config) -> list[int]:

@@ -103,6 +103,8 @@ def test_one_rank_that_leaves_takes_all_along_and_what_was_saved_is_kept(
 @pytest.mark.parametrize(("code", "says"), [
     ("REWARD_WEIGHTS = ['answer']", "REWARD_WEIGHTS"), ("REWARD_WEIGHTS = {}", "REWARD_WEIGHTS"),
     ("REWARD_WEIGHTS = {'answer': '1'}", "REWARD_WEIGHTS"),
+    ("REWARD_WEIGHTS = {'answer': 2j}", "REWARD_WEIGHTS"),
+    ("raise RuntimeError('gloo')", "RuntimeError: gloo"),
     ("REWARD_WEIGHTS = {'answer': float('inf')}", "REWARD_WEIGHTS={'answer': inf}"),
     ("REWARD_WEIGHTS = {3: 1.0}; SOLVED = 3", "REWARD_WEIGHTS"), ("SOLVED = None", "SOLVED=None"),
     ("REWARD_WEIGHTS = {'answer': 1, 'answer_std': 1}", "['answer_std'] name metrics"),
