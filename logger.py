@@ -74,7 +74,7 @@ class Logger:
     def start(self, run) -> None:
         if RANK != 0:
             return
-        settings = self.config.model_dump(mode="json")
+        self.solved, settings = run.task.SOLVED, self.config.model_dump(mode="json")
         settings["run"]["name"] = self.path.name
         bookmark = {"seconds": 0, "bytes": dict.fromkeys(KEPT, 0)}
         with self.folder.writing():
@@ -208,8 +208,9 @@ class Logger:
     def evaluation(self, step: int, metrics: dict, groups: list) -> None:
         self._keep(step, metrics)
         samples = [{"step": step, "question": i, "prompt": answer.row["prompt"],
-                    "completion": answer.completion, "reward": answer.reward, **answer.parts,
-                    "truncated": answer.truncated}
+                    "completion": answer.completion, "solved": answer.parts[self.solved],
+                    "reward": answer.reward, **answer.parts, "truncated": answer.truncated,
+                    "completion_length": len(answer.completion_ids)}
                    for i, group in enumerate(groups) for answer in group]
         self._append("samples.jsonl", samples)
         print(self._bold(fitting([
@@ -267,10 +268,12 @@ class Logger:
         if bad_steps:
             print(block("warning: since the newest checkpoint no gradient was finite, so nothing "
                          f"of what came after it is saved: {self.folder.saved or 'there is none'}"))
+        look, ask = ([sys.executable, os.path.relpath(ROOT / "examples" / script)]
+                     for script in ("one_run.py", "ask.py"))
+        print(f"look at it: {shlex.join([*look, str(self.path)])}")
         if best and self.config.task.name == "countdown":
-            ask = [sys.executable, os.path.relpath(ROOT / "examples" / "ask.py"), "--model",
-                   str(folder), "3", "7", "25", "=", "68"]
-            print(f"try it: {shlex.join(ask)}")
+            question = ["--model", str(folder), *"3 7 25 = 68".split()]
+            print(f"try it: {shlex.join([*ask, *question])}")
         for name in ("config.yaml", *KEPT, "curves.png", "summary.json"):
             if (self.path / name).exists():  # a branch of a finished run has drawn nothing
                 self._tell_mlflow("log_artifact", str(self.path / name))

@@ -276,7 +276,9 @@ def test_the_end_of_a_run_says_what_rose_where_the_best_model_is_and_how_to_try_
     for name, key in (("solved", "solved"), ("reward", "reward"), ("best of 2", "best_of_n")):
         assert f"{name} {first[f'eval/{key}']:.3f} -> {last[f'eval/{key}']:.3f}" in end
     assert ", in 3 steps and " in end
-    assert said[-3] == f"the best model, of step {best['step']}, is in my runs/a/best"
+    assert said[-4] == f"the best model, of step {best['step']}, is in my runs/a/best"
+    looked = run("sh", "-c", said[-3].removeprefix("look at it: "), cwd=elsewhere)
+    assert looked.returncode == 0 and (elsewhere / "one_run.html").exists(), looked.stderr
     assert ("no evaluation was better than that before training" in end) == (best["step"] == 0)
     command = said[-2].removeprefix("try it: ")
     tried = run("sh", "-c", command, cwd=elsewhere)

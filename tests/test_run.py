@@ -70,12 +70,16 @@ def test_a_run_of_two_ranks_leaves_everything_it_promises(tmp_path):
     assert ([(s["step"], s["question"]) for s in samples]
             == [(step, q) for step in (0, 2, 3) for q in range(6) for _ in range(2)])
     countdown = main.load_task(make_config())
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "best")
     for sample in samples:
         numbers = sample["prompt"].split("numbers ")[1].split(" into")[0]
         target = int(sample["prompt"].split("equals ")[1].split(".")[0])
         row = {"nums": [int(number) for number in numbers.split(",")], "target": target}
         assert (countdown.reward_function(sample["completion"], row)
                 == {"format": sample["format"], "answer": sample["answer"]})
+        assert sample["solved"] == sample["answer"]
+        ids = tokenizer(sample["completion"])["input_ids"]
+        assert sample["completion_length"] == len(ids) + (not sample["truncated"])
 
     settings = yaml.safe_load((folder / "config.yaml").read_text())
     assert settings["training"]["max_steps"] == 3 and settings["model"]["precision"] == "float32"
