@@ -55,7 +55,7 @@ class Logger:
         self.config, self.folder, self.path = config, folder, folder.path
         self.history: list[dict] = []  # what metrics.jsonl holds
         self.seconds: dict[str, float] = {}  # of each phase when it last ran
-        self.started = self.drawn = time.time()
+        self.started = self.drawn = time.monotonic()  # a clock may be set back
         self.has_weighed_saving = False
         self.is_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         self.mlflow: ThreadPoolExecutor | None = None  # see `_tell_mlflow`
@@ -132,7 +132,7 @@ class Logger:
         for name in KEPT:
             with open(self.path / name, "ab") as file:
                 os.fsync(file.fileno())
-        return {"seconds": time.time() - self.started,
+        return {"seconds": time.monotonic() - self.started,
                 "bytes": {name: (self.path / name).stat().st_size for name in KEPT}}
 
     @contextlib.contextmanager
@@ -185,7 +185,7 @@ class Logger:
                 print(block(ADVICE["slow_saving"].format(
                     **dict(self.config), saving=saving, step=seconds,
                     rarer=math.ceil(20 * saving / seconds)), "  "))
-        if time.time() - self.drawn > SECONDS_BETWEEN_DRAWINGS:
+        if time.monotonic() - self.drawn > SECONDS_BETWEEN_DRAWINGS:
             self._draw_curves()
 
     def _look_at(self, metrics: dict) -> None:
@@ -272,8 +272,8 @@ class Logger:
                      for script in ("one_run.py", "ask.py"))
         print(f"look at it: {shlex.join([*look, str(self.path)])}")
         if best and self.config.task.name == "countdown":
-            question = ["--model", str(folder), *"3 7 25 = 68".split()]
-            print(f"try it: {shlex.join([*ask, *question])}")
+            ask += ["--model", str(folder), "3", "7", "25", "=", "68"]
+            print(f"try it: {shlex.join(ask)}")
         for name in ("config.yaml", *KEPT, "curves.png", "summary.json"):
             if (self.path / name).exists():  # a branch of a finished run has drawn nothing
                 self._tell_mlflow("log_artifact", str(self.path / name))
@@ -290,7 +290,7 @@ class Logger:
         kept = folder.exists() and re.match(r"best-(\d+)", folder.resolve().name)
         best = evaluations.get(int(kept[1]), {"step": int(kept[1])}) if kept else None
         return {"run": self.path.name, "folder": str(self.path), "steps": last["step"],
-                "seconds": round(time.time() - self.started, 1),
+                "seconds": round(time.monotonic() - self.started, 1),
                 "first": evaluations.get(0),  # None where it was cut off
                 "last": last, "best": best}
 
@@ -310,7 +310,7 @@ class Logger:
 
     def _draw_curves(self) -> None:
         from matplotlib.figure import Figure  # here, because importing it takes a second
-        self.drawn, figure = time.time(), Figure(figsize=(12, 6), layout="constrained")
+        self.drawn, figure = time.monotonic(), Figure(figsize=(12, 6), layout="constrained")
         for axis, (name, unit) in zip(axes := figure.subplots(2, 3).flat, CURVES.items()):
             axis.set(title=name.replace("_", " "), xlabel="step", ylabel=unit)
             axis.locator_params("x", integer=True)
@@ -364,8 +364,9 @@ class Logger:
         name = None if number else os.environ.get("MLFLOW_EXPERIMENT_NAME", "onefile-grpo")
         experiment, told = mlflow.set_experiment(name, number), self.path / ".mlflow"
         if not told.exists():  # or its duration would lack what has gone before
+            began = time.time() - (time.monotonic() - self.started)
             told.write_text(mlflow.MlflowClient().create_run(
-                experiment.experiment_id, int(self.started * 1000), run_name=self.path.name,
+                experiment.experiment_id, int(began * 1000), run_name=self.path.name,
                 tags=mlflow.tracking.context.registry.resolve_tags()).info.run_id)
         run = mlflow.start_run(told.read_text(), log_system_metrics=True)
         where = mlflow.get_tracking_uri()

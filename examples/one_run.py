@@ -27,9 +27,9 @@ ROOT = Path(__file__).resolve().parent.parent
 MOST_BYTES = 2_000_000  # of a page
 MOST_NUMBERS = 80_000  # in all curves
 # At most so many questions, evaluations of each, and characters of an answer: the first that fit.
-AMOUNTS = [(4096, 200, 4000), (512, 50, 4000), (256, 25, 4000), (192, 25, 4000), (128, 25, 2000),
-           (96, 13, 2000), (64, 13, 2000), (48, 13, 1000), (32, 13, 1000), (32, 9, 600),
-           (16, 9, 600), (16, 5, 300), (8, 5, 200), (4, 3, 100)]
+AMOUNTS = [(4096, 200, 4000), (512, 50, 4000), (256, 25, 4000), (128, 25, 2000), (96, 13, 2000),
+           (64, 13, 2000), (48, 13, 1000), (32, 13, 1000), (32, 9, 600), (16, 9, 600),
+           (16, 5, 300), (8, 5, 200), (4, 3, 100)]
 OF_ITS_OWN = ("run.name", "run.dir", "run.resume", "run.resume_anyway")  # not of the experiment
 FIELDS = {"step": int, "question": int, "prompt": str, "completion": str, "solved": float,
           "reward": float, "truncated": bool, "completion_length": int}  # others: reward parts
@@ -74,7 +74,8 @@ def entry_of(line: dict) -> dict:
 
 def sample_of(line: dict) -> dict:
     known = {name: kind(line.pop(name)) for name, kind in FIELDS.items()}
-    return known | {"parts": {name: number(line[name]) for name in line}}
+    return {**known, "solved": number(known["solved"]) or 0.0,
+            "parts": {name: number(line[name]) for name in line}}
 
 
 def read_run(folder: Path) -> dict:
@@ -84,11 +85,8 @@ def read_run(folder: Path) -> dict:
     steps, evaluations, answers = [], [], {}  # answers: {step: {prompt: [answer, ...]}}
     for entry in entries:
         spent += sum(entry[name] or 0 for name in entry if name.startswith("seconds/"))
-        if "eval/solved" in entry:
-            evaluations.append({"spent": number(spent)} | {
-                name.removeprefix("eval/"): entry[name] for name in entry})
-        else:
-            steps.append({"spent": number(spent)} | entry)
+        (evaluations if "eval/solved" in entry else steps).append({"spent": number(spent)} | {
+            name.removeprefix("eval/"): entry[name] for name in entry})
     seconds = {each["step"]: each["spent"] for each in evaluations}
     for sample in samples:
         group = answers.setdefault(sample["step"], {}).setdefault(sample["prompt"], [])
@@ -99,8 +97,8 @@ def read_run(folder: Path) -> dict:
             ranks = int(json.loads(path.read_text(encoding="utf-8"))["num_ranks"])
     about = [{"step": step, "spent": seconds.get(step, 0.0), **numbers}
              for step, numbers in about_answers(answers).items()]
-    name = settings["run.name"] or folder.resolve().name
-    return {"name": str(name), "settings": settings | {"ranks": ranks}, "answers": answers,
+    name = str(settings.get("run.name") or folder.resolve().name)
+    return {"name": name, "settings": settings | {"ranks": ranks}, "answers": answers,
             "command": command(settings, ranks), "curves": [steps, evaluations, about],
             "lost": f"{bad + lost} damaged lines of {name}" if bad + lost else ""}
 
@@ -127,8 +125,8 @@ def mean(values) -> float | None:
 def about_answers(answers: dict[int, dict[str, list[dict]]]) -> dict[int, dict]:
     """Of each evaluation, by step: numbers that only the answers themselves can tell."""
     found: dict[int, dict] = {}
-    first = next(iter(answers.values()), {})
-    begun = {prompt: share_right(group) for prompt, group in first.items()}
+    begun = {prompt: share_right(group)
+             for prompt, group in next(iter(answers.values()), {}).items()}
     for step, groups in answers.items():
         every = [answer for group in groups.values() for answer in group]
         now = {prompt: share_right(group) for prompt, group in groups.items()}
@@ -137,7 +135,7 @@ def about_answers(answers: dict[int, dict[str, list[dict]]]) -> dict[int, dict]:
                                             if answer["solved"] >= 1),
             "length of wrong answers": mean(answer["completion_length"] for answer in every
                                             if answer["solved"] <= 0),
-            "different answers, of those to a question": mean(
+            "distinct answers to a question, as a share": mean(
                 len({answer["completion"] for answer in group}) / len(group)
                 for group in groups.values())}
         for name, belongs in (("none", lambda share: share <= 0), ("all", lambda share: share >= 1),
@@ -145,10 +143,11 @@ def about_answers(answers: dict[int, dict[str, list[dict]]]) -> dict[int, dict]:
             found[step][f"solved, of questions that began with {name} right"] = mean(
                 now[prompt] for prompt in now if prompt in begun and belongs(begun[prompt]))
     for (_, before), (step, after) in pairwise(answers.items()):
-        both = [(share_right(before[prompt]) >= RIGHT, share_right(after[prompt]) >= RIGHT)
+        both = [tuple(share_right(groups[prompt]) >= RIGHT for groups in (before, after))
                 for prompt in after if prompt in before]
-        found[step]["questions that became right"] = mean(not then and now for then, now in both)
-        found[step]["questions that became wrong"] = mean(then and not now for then, now in both)
+        for word, change in (("right", (False, True)), ("wrong", (True, False))):
+            found[step][f"became {word} since the evaluation before"] = mean(
+                each == change for each in both)
     return found
 
 
@@ -166,7 +165,8 @@ def as_series(entries: list[dict], most: int) -> dict:
             for name in dict.fromkeys(name for entry in entries for name in entry)}
 
 
-def shown_run(run: dict, places: dict[str, int], kept: set[int], amounts: tuple, points: int):
+def shown_run(run: dict, places: dict[str, int], kept: set[int], texts: dict[str, int],
+              amounts: tuple, points: int) -> dict:
     steps = thinned(list(run["answers"]), amounts[1])
     groups = [run["answers"][step] for step in steps]
     parts = list(dict.fromkeys(part for each in groups for group in each.values()
@@ -176,12 +176,13 @@ def shown_run(run: dict, places: dict[str, int], kept: set[int], amounts: tuple,
         text, half = answer["completion"], amounts[2] // 2
         if len(text) > 2 * half:
             text = f"{text[:half]} ... {len(text) - 2 * half} left out ... {text[-half:]}"
-        return [text, number(answer["solved"]), number(answer["reward"]),
+        return [texts.setdefault(text, len(texts)), answer["solved"], number(answer["reward"]),
                 [answer["parts"].get(part) for part in parts], int(answer["truncated"]),
                 answer["completion_length"]]
 
     own = dict.fromkeys(prompt for each in groups for prompt in each)  # its questions
     return {"name": run["name"], "command": run["command"], "steps": steps, "parts": parts,
+            "settings": [f"{key}: {json.dumps(run['settings'][key])}" for key in run["settings"]],
             "curves": [as_series(entries, points) for entries in run["curves"]],
             "shares": {places[prompt]: [mean(answer["solved"] for answer in each.get(prompt, []))
                                         for each in groups] for prompt in own},
@@ -210,16 +211,17 @@ def page(runs: list[dict]) -> str:
     points = max(20, MOST_NUMBERS // max(1, num_series))
     keys = dict.fromkeys(key for run in runs for key in run["settings"] if key not in OF_ITS_OWN)
     differs = [[key, *(json.dumps(run["settings"].get(key)) for run in runs)] for key in keys]
-    num_steps = max(len(run["curves"][0]) for run in runs)
-    num_evaluations = max(len(run["answers"]) for run in runs)
+    most = [max(len(run["curves"][0]) for run in runs), max(len(run["answers"]) for run in runs)]
     for amounts in AMOUNTS:
         kept = set(thinned(list(range(len(prompts))), amounts[0]))
         left_out = [run["lost"] for run in runs if run["lost"]]
         left_out += [f"{there - shown:,} of {there:,} {what}, evenly" for what, there, shown in (
-            ("steps of a curve", num_steps, points), ("evaluations' answers", num_evaluations,
-            amounts[1]), ("questions' answers", len(prompts), amounts[0])) if there > shown]
-        data = {"runs": [shown_run(run, places, kept, amounts, points) for run in runs],
+            ("steps of a curve", most[0], points), ("evaluations' answers", most[1], amounts[1]),
+            ("questions' answers", len(prompts), amounts[0])) if there > shown]
+        texts: dict[str, int] = {}  # as many are said again and again
+        data = {"runs": [shown_run(run, places, kept, texts, amounts, points) for run in runs],
                 "prompts": {place: [names[place], prompts[place]] for place in sorted(kept)},
+                "texts": list(texts),
                 "differs": [row for row in differs if len(set(row[1:])) > 1],
                 "right": RIGHT, "left_out": left_out}
         text = json.dumps(data, separators=(",", ":"))
@@ -240,8 +242,7 @@ def main(arguments: list[str]) -> int:
     except (Mistake, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{options.out}: {sum(len(run['curves'][0]) for run in runs):,} steps and "
-          f"{sum(len(run['curves'][1]) for run in runs):,} evaluations; open it in a browser")
+    print(f"{options.out}: open it in a browser")
     return 0
 
 

@@ -286,6 +286,19 @@ def test_the_end_of_a_run_says_what_rose_where_the_best_model_is_and_how_to_try_
     assert "my runs/a/best" in tried.stdout.splitlines() and " of 4 right" in tried.stdout
 
 
+def test_a_clock_that_is_set_back_changes_no_duration(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: 1e9 - 60 * time.monotonic())  # again and again
+    times = []
+    monkeypatch.setattr(logger, "SECONDS_BETWEEN_DRAWINGS", 0)
+    monkeypatch.setattr(logger.Logger, "_draw_curves",
+                        lambda self: (times.append(len(self.history)), DRAW_CURVES(self)))
+    assert start([*SHORT, f"run.dir={tmp_path}", "run.name=a", "training.max_steps=2"]) == 0
+    summary = json.loads((tmp_path / "a" / "summary.json").read_text())
+    assert 0 < summary["seconds"] < 600 and len(times) == 4
+    for path in (tmp_path / "a" / "checkpoints").glob("*/state.json"):
+        assert 0 < json.loads(path.read_text())["log"]["seconds"] <= summary["seconds"] + 0.1
+
+
 def test_the_best_model_has_a_card_whose_lines_work(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert start([*SHORT, f"run.dir={tmp_path}", "run.name=a", "training.max_steps=1",

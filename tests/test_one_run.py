@@ -34,9 +34,10 @@ HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=al
 N = 3  # answers to each question
 
 
-def write_run(folder, name="a", steps=12, every=4, questions=5, text="because {}", seed=0, **keys):
+def write_run(folder, name="a", steps=12, every=4, questions=5, text="because {}", kinds=9,
+              **keys):
     """A folder as a run of Countdown leaves it, of made-up numbers."""
-    stream, path = random.Random(f"{name} {seed}"), folder / name
+    stream, path = random.Random(name), folder / name
     config = make_config(run__name=name, validation__every=every, **keys).model_dump(mode="json")
     path.mkdir(parents=True)
     (path / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
@@ -62,7 +63,7 @@ def write_run(folder, name="a", steps=12, every=4, questions=5, text="because {}
                     print(json.dumps({
                         "step": step, "question": i // N, "solved": right, "reward": right + 0.1,
                         "prompt": f"What is {i // N} and one?",
-                        "completion": text.format(stream.randrange(9)), "format": 1.0,
+                        "completion": text.format(stream.randrange(kinds)), "format": 1.0,
                         "answer": right, "truncated": stream.random() < 0.2,
                         "completion_length": stream.randrange(1, 99)}), file=samples)
     return path
@@ -116,14 +117,14 @@ def test_what_the_answers_are_like_is_what_plain_loops_find(tmp_path):
                 each["completion_length"] for each in own if each["solved"] == solved))
         different = [len({each["completion"] for each in own if each["question"] == question}) / N
                      for question in range(40)]
-        assert about["different answers, of those to a question"][place] == near(fmean(different))
+        assert about["distinct answers to a question, as a share"][place] == near(fmean(different))
         for word, starts in (("none", [0]), ("some", [1 / 3, 2 / 3]), ("all", [1])):
             now = [share(step, question) for question in range(40)
                    if min(abs(share(0, question) - start) for start in starts) < 1e-9]
             assert about[f"solved, of questions that began with {word} right"][place] == (
                 near(fmean(now)) if now else None)
         for word, was in (("right", False), ("wrong", True)):
-            value = about[f"questions that became {word}"][place]
+            value = about[f"became {word} since the evaluation before"][place]
             assert place or value is None
             assert not place or value == near(fmean(
                 (share(step - 4, question) >= 0.5) == was != (share(step, question) >= 0.5)
@@ -139,7 +140,8 @@ def test_the_answers_are_those_of_the_file_and_what_differs_is_told(tmp_path):
     assert data["left_out"] == [] and len(data["prompts"]) == 7
     for folder, own in zip((first, second), data["runs"]):
         assert own["steps"] == [0, 4, 8, 12] and own["parts"] == ["format", "answer"]
-        found = {(step, data["prompts"][place][1]): group
+        found = {(step, data["prompts"][place][1]): [
+            [data["texts"][text], *more] for text, *more in group]
                  for place, groups in own["answers"].items()
                  for step, group in zip(own["steps"], groups)}
         expected = {}
@@ -195,7 +197,8 @@ def test_a_run_that_is_being_written_cut_or_just_begun_is_shown_as_far_as_it_goe
 
 
 def test_however_much_the_runs_keep_the_page_stays_small_and_says_what_it_lacks(tmp_path):
-    folders = [write_run(tmp_path, name, 1000, 20, questions=60, text="x" * 3000 + "{}")
+    folders = [write_run(tmp_path, name, 1000, 20, questions=60, text="x" * 3000 + "{}",
+                         kinds=10**9)
                for name in "ab"]
     data = page_of(*folders)
     assert any("of 60 questions' answers" in each for each in data["left_out"])
@@ -203,7 +206,7 @@ def test_however_much_the_runs_keep_the_page_stays_small_and_says_what_it_lacks(
     for own in data["runs"]:
         assert (own["steps"][0], own["steps"][-1]) == (0, 1000)
         assert set(own["answers"]) == set(data["prompts"]) and len(own["shares"]) == 60
-        assert all("left out" in answer[0] for groups in own["answers"].values()
+        assert all("left out" in data["texts"][answer[0]] for groups in own["answers"].values()
                    for group in groups for answer in group)
         assert own["curves"][1]["step"] == list(range(0, 1001, 20))
 
@@ -214,7 +217,7 @@ def test_it_starts_without_pytorch(tmp_path):
             "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
             "finally: assert not {'torch', 'transformers', 'main'} & set(sys.modules)")
     said = run(sys.executable, "-c", code, ROOT / "examples" / "one_run.py", cwd=tmp_path)
-    assert said.returncode == 0 and "12 steps and 4 evaluations" in said.stdout, said.stderr
+    assert said.returncode == 0 and "one_run.html: open it" in said.stdout, said.stderr
     assert (tmp_path / "one_run.html").exists()
 
 
@@ -238,7 +241,7 @@ def shown(number: float | None) -> str:
     """As the page writes a number."""
     if number is None or number == int(number):
         return "none" if number is None else str(int(number))
-    return fixed(number, 3 if abs(number) < 100 else 1)
+    return fixed(number, 3 if abs(number) < 10 else 1)
 
 
 def readouts(browser) -> dict[str, list[str]]:
@@ -272,7 +275,7 @@ def test_every_number_below_a_curve_is_the_files_at_the_cursor_or_at_the_end(two
         found, letters = readouts(browser), "ab"
         for name in ("solved", "reward", "entropy", "best of n", "reward/answer", "learned"):
             expected = []
-            for kind, end in ((0, ""), (1, ", held out")):
+            for kind, where in ((1, "held out "), (0, "")):
                 for letter, own in zip(letters, data["runs"]):
                     curve = own["curves"][kind]
                     key_of = name.replace(" ", "_").removeprefix("reward/" if kind else "-")
@@ -281,8 +284,8 @@ def test_every_number_below_a_curve_is_the_files_at_the_cursor_or_at_the_end(two
                                 key=lambda j: (abs(curve["step"][j] - at), j))
                         ends = [curve.get(f"{key_of}_{end}") for end in ("low", "high")]
                         around = f" ({shown(ends[0][i])}–{shown(ends[1][i])})" if ends[0] else ""
-                        expected.append(f"{letter} {shown(curve[key_of][i])}{around} at "
-                                        f"{curve['step'][i]}{end}")
+                        expected.append(f"{letter} {shown(curve[key_of][i])}{around} {where}at "
+                                        f"{curve['step'][i]}")
             assert found[name] == expected, (name, at)
     browser.key("Escape")
     assert readouts(browser)["learned"] == ["a 12 at 12", "b 12 at 12"]
@@ -295,19 +298,31 @@ def test_questions_are_gone_through_by_slider_keys_filters_and_search(two, brows
     page, data = two
     first, second = data["runs"]
     browser.open(page)
-    assert texts(browser, "#differs td") == ["training.seed", "0", "3"]
+    solved = [own["curves"][1] for own in data["runs"]]
+    rows = {name: [pick(range(4), key=curve["solved"].__getitem__) for curve in solved]
+            for name, pick in (("held out, solved at first", lambda *_, **__: 0),
+                               ("at last", lambda *_, **__: 3), ("at best", max))}
+    assert parts_of(browser, "#differs tr") == [
+        ["", "a: a", "b: b"], ["training.seed", "0", "3"],
+        *([name, *(f"{shown(curve['solved'][i])} ({shown(curve['solved_low'][i])}–"
+                   f"{shown(curve['solved_high'][i])}) at step {curve['step'][i]}"
+                   for i, curve in zip(own, solved))] for name, own in rows.items())]
 
     def check(left, at_left, right, at_right):
         """Counts, list and answers of both sides, against the data."""
         counts, listed = [0] * 4, []
         for place, shares in right["shares"].items():
             now, then = shares[at_right], left["shares"].get(place, [None] * 4)[at_left]
-            listed.append(f"{shown(then)} → {shown(now)}  {data['prompts'][place][0]}")
+            tallies = [sum(answer[1] for answer in own["answers"].get(place, [[]] * 4)[at])
+                       for own, at in ((left, at_left), (right, at_right))]
+            listed.append(f"{tallies[0]:g}/{0 if then is None else N} → {tallies[1]:g}/{N}"
+                          f"{data['prompts'][place][0]}")
             if then is not None:
                 counts[2 * (then >= 0.5) + (now >= 0.5)] += 1
-        words = ("stayed wrong", "became right", "became wrong", "stayed right")
+        words = (("stayed wrong", "became right", "became wrong", "stayed right")
+                 if left is right else ("neither", "b alone", "a alone", "both"))
         said, = texts(browser, "#counts")
-        assert ": " + ", ".join(map("{} {}".format, counts, words)) + ". Right" in said
+        assert said.endswith(": " + ", ".join(map("{} {}".format, counts, words)) + ".")
         assert texts(browser, "#list button") == listed
         place = next(iter(right["shares"]))
         assert texts(browser, "#question") == [data["prompts"][place][1]]
@@ -318,35 +333,35 @@ def test_questions_are_gone_through_by_slider_keys_filters_and_search(two, brows
                 verdict = ("✓ right" if solved else "✗ wrong") + ", cut off" * cut
                 values = ", ".join(map("{} {}".format, ("format", "answer"), map(shown, parts)))
                 head = f"{verdict} · reward {shown(reward)} ({values}) · {length} tokens"
-                expected.append([head, text])
+                expected.append([head, data["texts"][text]])
         assert found == expected
 
     check(first, 3, second, 3)
     for key, at in (("ArrowLeft", 2), ("ArrowLeft", 1), ("ArrowRight", 2)):
         browser.key(key)  # nothing is focused
         check(first, at, second, at)
-    browser.run("find('left').value = '1 first'; list()")
+    browser.run("find('left').value = '1 0'; list()")
     check(second, 0, second, 2)
     shares = {place: (each[0], each[2]) for place, each in second["shares"].items()}
-    for name, keep in (("became right", lambda then, now: then < 0.5 <= now),
-                       ("became wrong", lambda then, now: now < 0.5 <= then),
-                       ("changed most", lambda then, now: then != now)):
+    for name, keep in (("✗ left, ✓ right", lambda then, now: then < 0.5 <= now),
+                       ("✓ left, ✗ right", lambda then, now: now < 0.5 <= then),
+                       ("changed, most first", lambda then, now: then != now)):
         browser.run("find('filter').value = arguments[0]; list()", name)
         kept = [place for place in shares if keep(*shares[place])]
-        if name == "changed most":
+        if name == "changed, most first":
             kept.sort(key=lambda place: -abs(shares[place][0] - shares[place][1]))
-        assert [each.split("  ")[1] for each in texts(browser, "#list button")] == kept
+        assert [each[-1] for each in texts(browser, "#list button")] == kept
         assert texts(browser, "#found") == [f"{len(kept)} of 7"]
-    browser.run("find('filter').value = 'cut off'; list()")
+    browser.run("find('filter').value = 'cut off on the right'; list()")
     cut = [place for place, groups in second["answers"].items()
            if any(answer[4] for answer in groups[2])]
-    assert [each.split("  ")[1] for each in texts(browser, "#list button")] == cut
-    browser.run("find('filter').value = 'never right'; list()")
+    assert [each[-1] for each in texts(browser, "#list button")] == cut
+    browser.run("find('filter').value = 'never a right answer'; list()")
     never = [place for place in second["shares"] if not any(
         share for own in (first, second) for share in own["shares"].get(place, []))]
-    assert [each.split("  ")[1] for each in texts(browser, "#list button")] == never
+    assert [each[-1] for each in texts(browser, "#list button")] == never
     browser.run("find('filter').value = 'all'; find('search').value = 'IS 4 AND'; list()")
-    assert [each.split("  ")[1] for each in texts(browser, "#list button")] == ["4"]
+    assert [each[-1] for each in texts(browser, "#list button")] == ["4"]
     browser.run("find('search').value = 'nowhere'; list()")
     assert texts(browser, "#list button") == [] and texts(browser, "#question") == [
         "No such question."]
@@ -372,7 +387,8 @@ def test_whatever_runs_hold_is_text_and_whatever_they_lack_is_said(browser, tmp_
         data = page_of(*folders, out=(page := tmp_path / "page.html"))
         for width in (1200, 390):
             browser.open(page, width)
-            assert is_quiet(browser) and browser.run("return document.title") == "Runs, seen"
+            assert is_quiet(browser) and browser.run("return document.title") == ", ".join(
+                folder.name for folder in folders)
             browser.key("ArrowLeft")
             assert browser.run("return document.images.length + document.scripts.length") == 2
         if folders == [hostile]:
@@ -386,7 +402,8 @@ def test_whatever_runs_hold_is_text_and_whatever_they_lack_is_said(browser, tmp_
 
 @in_a_browser
 def test_a_long_run_and_many_open_at_once_and_stay_quick(browser, tmp_path):
-    long = write_run(tmp_path, "long", 5000, 25, questions=64, text="a few words more " * 9 + "{}")
+    long = write_run(tmp_path, "long", 5000, 25, questions=64, text="a few words more " * 9 + "{}",
+                     kinds=10**9)
     many = [write_run(tmp_path, f"m{i}", 40, 10) for i in range(20)]
     for folders in ([long], many):
         page_of(*folders, out=(page := tmp_path / "page.html"))

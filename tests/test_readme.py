@@ -155,6 +155,7 @@ def test_every_other_command_is_run_somewhere():
     """By the test named here, or as the line that .ci/run is made of."""
     tested = {"pytest": "", ".ci/run": "", "examples/ask.py": "test_ask.py",
               "examples/one_step.py": "test_one_step.py",
+              "examples/one_run.py": "test_one_run.py",
               "examples/exercise.py": "test_exercise.py",
               "bench/memory.py": "test_cost.py", "bench/experiments.py": "test_cost.py",
               "bench/estimators.py": "test_cost.py", "bench/pass_at_k.py": "test_cost.py",
