@@ -100,7 +100,7 @@ def read_run(folder: Path) -> dict:
     name = str(settings.get("run.name") or folder.resolve().name)
     return {"name": name, "settings": settings | {"ranks": ranks}, "answers": answers,
             "command": command(settings, ranks), "curves": [steps, evaluations, about],
-            "lost": f"{bad + lost} damaged lines of {name}" if bad + lost else ""}
+            "lost": f"{bad + lost} damaged or older lines of {name}" if bad + lost else ""}
 
 
 def command(settings: dict, ranks: int | None) -> str:

