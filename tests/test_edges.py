@@ -324,8 +324,9 @@ def test_every_line_fits_the_screen_and_nothing_on_it_moves_the_cursor(
         "            for i in range(99)]\n"
         "def reward_function(completion, row):\n    return {'right': float(len(completion) % 2)}\n")
     assert start([*TINY, "task.name=own.py", "run.dir=.", "training.max_steps=3"]) == 0
-    *lines, summary = capsys.readouterr().out.splitlines()
+    *lines, command, summary = capsys.readouterr().out.splitlines()
     assert json.loads(summary)["steps"] == 3  # where stdout is no terminal
+    assert command.startswith("look at it: ")  # one line, however long, as it is to be pasted
     assert max(map(len, lines)) <= columns - 1, lines
     assert all(line.isprintable() for line in lines) and any("\\x1b[2J" in line for line in lines)
     steps = [line for line in lines if line.startswith("step ")]
