@@ -172,7 +172,7 @@ def test_the_command_makes_the_same_run(keys, tmp_path):
 def test_a_run_that_is_being_written_cut_or_just_begun_is_shown_as_far_as_it_goes(tmp_path, capsys):
     whole = page_of(folder := write_run(tmp_path))
     with open(folder / "metrics.jsonl", "a") as file:
-        file.write('{"step": 13, "reward": NaN, "moved": 0.5}\n{"step": 1e999}\n[1]\n{"step": 14, "')
+        file.write('{"step": 13, "reward": NaN, "moved": 1}\n{"step": 1e999}\n[1]\n{"step": 1, "')
     with open(folder / "samples.jsonl", "ab") as file:
         file.write(b'{"step": 16}\n\xff\xfe\n{"step": 16, "question": 0, "prompt": "Wh')
     data = page_of(folder)
