@@ -41,8 +41,8 @@ WRONG = {
         "completion_mask = torch.arange(time, device=device) < lengths[:, None]",
         "completion_mask = torch.arange(time, device=device) >= time - lengths[:, None]", LOSS),
     "padding counted in T": (
-        "own_tokens = sum(len(answer.completion_ids) for answer in answers)",
-        "own_tokens = len(answers) * max(len(answer.completion_ids) for answer in answers)",
+        "sum(len(each.completion_ids) for each in answers)",
+        "len(answers) * max(len(each.completion_ids) for each in answers)",
         f"{FAMILY}[DAPO-no KL-unclipped-1-dtype0]"),
     "positions that count the padding": (
         "(attention_mask.cumsum(-1) - 1).clamp(min=0)",
