@@ -29,7 +29,8 @@ Number = Annotated[float, Field(allow_inf_nan=False, ge=-MOST, le=MOST), NotTrue
 Positive = Annotated[Number, Field(gt=0)]
 Decay = Annotated[Number, Field(ge=0, lt=1)]
 Text = Annotated[StrictStr, Field(pattern=r"^[^\x00]+$")]  # what a path may be
-PlainName = Annotated[StrictStr, Field(pattern=r"^[^/\x00]*[^/.\x00][^/\x00]*$")]  # not just dots
+PlainName = Annotated[StrictStr, Field(  # on one line, and not just dots
+    pattern=r"^[^/\x00-\x1f]*[^/.\x00-\x1f][^/\x00-\x1f]*$")]
 
 
 class Section(BaseModel, extra="forbid", frozen=True): ...

@@ -73,6 +73,7 @@ MISTAKES = {
     "training.learning_type=ppo": "'grpo' or 'sil'", "word": "section.key=value", "--fast": "usage",
     "training.seed=[": "not YAML", "training={seed: 1}": "no such key",
     "run.name=group/one": "one plain name", "run.name=..": "one plain name",
+    'run.name="a\\nb"': "one plain name", 'run.name="a\\tb"': "one plain name",
     "run.name=''": "one plain name", "run.name=/tmp/a": "one plain name",
     "run.name=2024": "in quotes", "model.name=": "a text",
     'model.name="a\\0b"': "one plain name", "training.learning_rate=true": "valid number",
