@@ -26,8 +26,7 @@ learned from. With `mask_truncated` an answer that was cut off counts, but has n
 `refill` other questions take the place of those solved by all answers or by none (DAPO).
 
     torchrun --nproc-per-node=4 main.py                     four GPUs, or four processes on a CPU
-    python main.py --config my.yaml training.seed=1         one rank; a file of keys laid over
-                                                            config.yaml, and single ones over both
+    python main.py --config my.yaml training.seed=1         one rank; keys laid over config.yaml
 
 The task is countdown.py, what is shown and kept logger.py. machinery/ holds what can be believed
 unread: settings, ranks, checkpoints, signals, and for the algorithm these functions:
@@ -35,6 +34,7 @@ unread: settings, ranks, checkpoints, signals, and for the algorithm these funct
   states_before, project       the state from which each token is predicted; and its logits,
   in_chunks                    which never exist for all tokens at once
   make_micro_batches           answers of similar length, as many together as fit
+  in_step, whole               as many of them on each rank; all of a tensor: for training.shard
   hand_to_answers              a tensor of all their tokens, (tokens,), detached, each its part
   over_ranks, random_stream    sums over ranks; random numbers as a function of seed, step, rank
 Functions that say "Collective" meet the other ranks: all have to call them, in the same order.
@@ -60,10 +60,11 @@ from machinery.errors import UserError
 from machinery.launch import launch, stop_signals
 from machinery.metrics import change_metrics, evaluation_metrics, sampler_metrics, step_metrics
 from machinery.model import load_model, make_reference, make_sampler, refresh_sampler, warm_up
-from machinery.policy import (HALF, hand_to_answers, in_chunks, make_micro_batches, project,
-                              read_prompts, states_before)
+from machinery.policy import (HALF, hand_to_answers, in_chunks, in_step, make_micro_batches,
+                              project, read_prompts, states_before)
 from machinery.ranks import RANK, WORLD_SIZE, epoch_order, errors_shared, over_ranks, random_stream
 from machinery.settings import ADVICE, Config, TrainingSettings, load_config
+from machinery.sharding import Sharded, in_turn, whole
 from machinery.tasks import (check_lengths, contents_of, encode_prompt, grade, load_questions,
                              load_task)
 
@@ -99,7 +100,7 @@ class Run:
     validation_rows: list[dict]
     model: nn.Module
     sampler: nn.Module               # what answers are drawn from: the model, or a bfloat16 copy
-    policy: DistributedDataParallel  # what learns, a `Policy`: answers -> log pi and entropies
+    policy: DistributedDataParallel  # or `Sharded`, of a `Policy`: answers -> log pi, entropies
     reference: Callable | None       # the same of the model as it was loaded: for the KL term
     optimizer: torch.optim.Optimizer
     step: int                        # training steps done
@@ -321,9 +322,10 @@ def policy_gradient(run: Run, answers: list[Trajectory], bar) -> dict[str, float
     policy.train()
     policy.zero_grad(set_to_none=False)  # None would allocate them again, beside DDP's buckets
     totals = {}
-    # Every rank owes the others exactly one synchronised backward pass an update: one that is left
-    # with nothing to learn runs an answer all the same, with a loss of 0.
-    micro_batches = make_micro_batches(learned or answers[:1], training.tokens_per_micro_batch)
+    # Every rank owes the others exactly one synchronised backward pass an update, and with sharded
+    # weights every pass: one with nothing left to learn is idle, on an answer with a loss of 0.
+    micro_batches, idle = make_micro_batches(learned, training.tokens_per_micro_batch), answers[:1]
+    micro_batches = in_step(micro_batches, idle, training.shard)
     for i, batch in enumerate(micro_batches):
         # The ranks' gradients meet once, at the last. `no_sync` has to wrap the forward pass too:
         # that is where DDP makes ready to share.
@@ -334,16 +336,16 @@ def policy_gradient(run: Run, answers: list[Trajectory], bar) -> dict[str, float
             if batch[0].old_logprobs is None:  # constants: for rho, and for `change_metrics`
                 hand_to_answers(batch, old_logprobs=logprobs)
             loss, watched = policy_loss(logprobs, batch, B, int(T), training)
-            if not learned:
+            if batch is idle:
                 loss = 0 * logprobs.sum()  # and not 0 * loss: nan, if rho overflows
             (loss * WORLD_SIZE).backward()  # DDP takes the mean over ranks, the formula the sum
         watched |= {"loss": loss, "entropy": entropies.sum(), "tokens": len(logprobs)}
         with torch.no_grad():
             for name, value in watched.items():
-                totals[name] = totals.get(name, 0.0) + (value if learned else 0.0)
-        bar.update(len(batch) if learned else 0)
+                totals[name] = totals.get(name, 0.0) + (0.0 if batch is idle else value)
+        bar.update(0 if batch is idle else len(batch))
     limit = training.max_grad_norm or math.inf
-    grad_norm = float(nn.utils.clip_grad_norm_(policy.parameters(), limit))
+    grad_norm = float(whole(nn.utils.clip_grad_norm_(policy.parameters(), limit)))
     totals = dict(zip(totals, over_ranks([float(total) for total in totals.values()])))
     loss, learned_tokens = totals.pop("loss"), totals.pop("tokens")
     means = {name: total / learned_tokens for name, total in totals.items()}
@@ -463,21 +465,24 @@ def train(run: Run) -> int:
 def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
     """All that a run works with, where its newest checkpoint left it. Collective."""
     training = config.training
-    with errors_shared(), log.phase("read"):  # a mistake that one rank meets ends all of them
+    with in_turn(training.shard), log.phase("read"):  # a mistake that one rank meets ends them all
         task = load_task(config)
         model, tokenizer = load_model(config)
+        reference = make_reference(Policy, model, config) if training.kl_beta else None
+        sampler = make_sampler(model, tokenizer, config)
+        policy = Policy(model, config)
+        sharded = Sharded(policy) if training.shard else None
+    with errors_shared(), log.phase("read"):
         training_rows, validation_rows = load_questions(task, tokenizer, config, log.say)
         check_lengths(training_rows + validation_rows, model, task, tokenizer, config)
     with log.phase("prepare"):
-        policy = DistributedDataParallel(Policy(model, config), gradient_as_bucket_view=True)
+        policy = sharded or DistributedDataParallel(policy, gradient_as_bucket_view=True)
         optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, betas=training.adam_betas,
                                       weight_decay=training.weight_decay, fused=True)
-        # Buckets and moments come into being here, so that a fresh run starts out as a resumed one.
-        warm_up(policy, optimizer)
-        reference = make_reference(Policy, model, config) if training.kl_beta else None
+        warm_up(policy, optimizer)  # buckets and moments are there from the start, resumed or not
         contents = contents_of(task, training_rows + validation_rows, model, tokenizer, config)
         step, best = folder.restore(model, optimizer, contents)  # of the newest checkpoint, if any
-        sampler = make_sampler(model, tokenizer, config)
+        refresh_sampler(sampler, model)
     return Run(config, folder, log, task, tokenizer, training_rows, validation_rows, model, sampler,
                policy, reference, optimizer, step, best)
 

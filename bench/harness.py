@@ -28,6 +28,12 @@ from machinery.settings import ROOT, load_config
 
 # As published; random weights of these shapes cost what the real ones cost.
 SHAPES = {
+    "qwen2.5-14b": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48,
+                    "num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152_064,
+                    "tie_word_embeddings": False},
+    "qwen2.5-7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+                   "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152_064,
+                   "tie_word_embeddings": False},
     "qwen2.5-3b": {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
                    "num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 151_936,
                    "tie_word_embeddings": True},
@@ -40,6 +46,9 @@ SHAPES = {
     "qwen2.5-head": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 2,
                      "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151_936,
                      "tie_word_embeddings": True},
+    "300m": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 18,
+             "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32_768,
+             "tie_word_embeddings": True},
     "small": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
               "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 8192,
               "tie_word_embeddings": True},
@@ -86,7 +95,7 @@ def model_of_shape(shape: str):
             **SHAPES[shape], max_position_embeddings=32_768, eos_token_id=tokenizer.eos_token_id)
         dtype = torch.bfloat16 if config.model.precision == "bfloat16" else torch.float32
         torch.manual_seed(0)
-        with DEVICE:
+        with torch.device("cpu") if config.training.shard else DEVICE:  # as main.load_model
             model = transformers.AutoModelForCausalLM.from_config(model_config, dtype=dtype)
             if config.model.lora_rank:
                 add_adapters(model, config)

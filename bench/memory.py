@@ -9,7 +9,7 @@
 
 *Allocated* is what tensors hold. Weights, gradients and AdamW's moments are counted by their types;
 activations are what one and two layers keep for one and for two rows, counted on the CPU and scaled
-up. Of learning the peak is the highest of four moments, see `learning_parts`.
+up. Of learning the peak is the highest of a few moments, see `learning_parts`.
 
 *Reserved* is what the allocator of a GPU takes for it, by a rule that nobody has measured on a GPU
 yet. With expandable segments (PYTORCH_ALLOC_CONF=expandable_segments:True) what is freed joins
@@ -78,6 +78,7 @@ def small_model(config, model_config, layers: int):
         add_adapters(model, config)
     if config.model.gradient_checkpointing:
         model.activation_checkpointing_enable()
+    model.is_sharded = config.training.shard
     return model.train()
 
 
@@ -100,6 +101,20 @@ def kept_and_more(config, model_config, prompt: int, layers: int, rows: int) -> 
     if config.model.precision == "mixed" and not config.model.gradient_checkpointing:
         kept -= 2 * learning_weights(model)  # in bfloat16, which `learning_parts` counts
     return kept, more
+
+
+def whole_while_it_runs(config, model_config, model) -> tuple[float, float, float]:
+    """With sharded weights, bytes of the projection, of embeddings that are not its own, and of a
+    layer."""
+    if not config.training.shard or config.model.lora_rank:  # adapters are small
+        return 0, 0, 0
+    projection, embeddings = (each.weight.numel() for each in (model.get_output_embeddings(),
+                                                               model.get_input_embeddings()))
+    if model_config.tie_word_embeddings:
+        embeddings = 0
+    layers = learning_weights(model) - projection - embeddings
+    width = WIDTH[config.model.precision]
+    return projection * width, embeddings * width, layers * width / model_config.num_hidden_layers
 
 
 def learning_weights(model) -> int:
@@ -125,9 +140,9 @@ def activations(config, model_config, prompt: int, rows: int) -> tuple[float, fl
 
 
 def learning_parts(config, model_config, model, prompt: int) -> dict[str, float]:
-    """At the highest of four moments, which all have the activations that are kept: a chunk of
-    logits in the forward pass; one in the backward pass; the projection's gradients; a layer's
-    backward pass."""
+    """At the highest of five moments: a chunk of logits in the forward pass; one in the backward
+    pass; the projection's gradients; a layer's backward pass; and, with sharded weights, its end,
+    when no activations are left."""
     training, precision = config.training, config.model.precision
     length, vocabulary = prompt + training.max_new_gen_tokens, model_config.vocab_size
     rows = min(max(1, training.tokens_per_micro_batch // length),
@@ -141,15 +156,23 @@ def learning_parts(config, model_config, model, prompt: int) -> dict[str, float]
     casts = 2 * learning_weights(model) if precision == "mixed" else 0
     # autocast keeps them for its forward pass; the graph holds them longer, but for checkpoints
     held = 0 if config.model.gradient_checkpointing else casts
-    moments = ({"logits, a chunk": chunk, "weights cast to bfloat16": casts},
-               {"logits, a chunk": chunk, "weights cast to bfloat16": held,
+    projection, embeddings, layer = whole_while_it_runs(config, model_config, model)
+    if config.training.shard:  # where each is cast anew
+        casts = max(held, gradient / 2 if precision == "mixed" else 0)
+    always = {"activations": kept, "the projection, whole": projection}
+    moments = ({**always, "logits, a chunk": chunk, "weights cast to bfloat16": casts},
+               {**always, "logits, a chunk": chunk, "weights cast to bfloat16": held,
                 "gradient of the projection": gradient * (logits > LOGITS_PER_CHUNK)},
                # that of the chunks so far, that of this one, and their sum
-               {"gradients of the projection": gradient * (3 if logits > LOGITS_PER_CHUNK else 1),
-                "weights cast to bfloat16": held},
-               {"a layer, in the backward pass": at_a_layer, "weights cast to bfloat16": held,
-                "gradient of the projection": gradient})
-    return {"activations": kept, **max(moments, key=lambda moment: sum(moment.values()))}
+               {**always, "weights cast to bfloat16": held,
+                "gradients of the projection": gradient * (3 if logits > LOGITS_PER_CHUNK else 1)},
+               # of a sharded one the weights, those of the next, as they come and as they are laid
+               # out, and twice its gradients, as they are and as they are sent
+               {**always, "a layer, in the backward pass": at_a_layer + 5 * layer,
+                "weights cast to bfloat16": held, "gradient of the projection": gradient},
+               {"the projection, whole": projection, "gradient of the projection": projection,
+                "embeddings, their gradient, and as it is sent": 3 * embeddings or projection})
+    return max(moments, key=lambda moment: sum(moment.values()))
 
 
 def sampling_parts(config, model_config, prompt: int, rows: int) -> dict[str, float]:
@@ -174,10 +197,11 @@ def forecast(config, model_config, prompt: int, ranks: int = 1) -> dict[str, dic
     width, compute = WIDTH[precision], COMPUTE[precision]
     # with LoRA; in mixed precision they lie in bfloat16, and the sampling copy shares them
     frozen = weights - learning
-    always = {"weights": learning * width + frozen * compute,
-              "gradients": learning * width,
-              "AdamW's moments": 2 * learning * width,
-              "sampling copy": 2 * learning if precision == "mixed" else 0,
+    shards = ranks if training.shard else 1
+    always = {"weights": learning * width / shards + frozen * compute,
+              "gradients": learning * width / shards,
+              "AdamW's moments": 2 * learning * width / shards,
+              "sampling copy": compute * learning if precision == "mixed" or training.shard else 0,
               "reference model": reference_bytes(config, model)}
     held_out = -(-config.data.num_validation // ranks) * config.validation.best_of_n
     sampled = training.num_samples_per_step * training.k_best_of_n[1]
@@ -237,7 +261,7 @@ if __name__ == "__main__":
     parser.add_argument("--shape", choices=SHAPES,
                         help="instead of the model that the settings name")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of the longest prompt")
-    parser.add_argument("--ranks", type=int, default=1, help="that share an evaluation")
+    parser.add_argument("--ranks", type=int, default=1, help="that share an evaluation, or weights")
     parser.add_argument("--measure", action="store_true",
                         help="also run a step, all of whose answers run to the limit")
     parser.add_argument("--config", action="append", default=[])
@@ -252,7 +276,7 @@ if __name__ == "__main__":
     for phase, parts in table.items():
         say(f"{phase}: {sum(parts.values()):.2f} GB")
         for name, size in parts.items():
-            say(f"    {name:<32} {size:8.2f} GB")
+            say(f"    {name:<46} {size:8.2f} GB")
     total = peaks(table)
     for kind, phases in total.items():
         say(f"{kind}, peak: {max(phases.values()):.2f} GB, while {max(phases, key=phases.get)}")

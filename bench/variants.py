@@ -67,7 +67,7 @@ def draw_from(convert: Callable = as_it_is, behind: int = 0, weighted: bool = Fa
         fill(sampler, past[0], convert)
 
     def make_sampler(model, tokenizer, config):
-        sampler = frozen_copy(model, torch.clone)
+        sampler = frozen_copy(model, lambda each: each.dtype)
         sampler.generation_config = plain["make_sampler"](
             model, tokenizer, config).generation_config
         refresh_sampler(sampler, model)

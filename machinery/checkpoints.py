@@ -1,25 +1,29 @@
 """The folder of a run: taken by one process, and what a start finds in it and goes on from."""
 
+import copy
 import fcntl
 import json
 import os
 import shutil
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from machinery.disk import appearing, find_checkpoints, newest_checkpoint
+from machinery.disk import appearing, files_of, find_checkpoints, newest_checkpoint
 from machinery.errors import UserError, blame
 from machinery.policy import NOTHING
-from machinery.ranks import LOCAL_RANK, RANK, WORLD_SIZE, errors_shared
+from machinery.ranks import LOCAL_RANK, RANK, WORLD_SIZE, errors_shared, over_ranks
 from machinery.settings import ADVICE, FREE_KEYS, Config, default_run_name, flatten
+from machinery.sharding import fill, whole
 from machinery.tasks import encode_prompt
 
 NONE_KEPT = (-1e10, -1e10)  # as the quality of what is in best/
+BYTES_OF_A_FILE = 2 * 10**9  # or one tensor: so much lies in the machine's memory while it is saved
 
 class RunFolder:
     """runs/<name>, with checkpoints/step-NNNNNN and the link best. Rank 0 writes."""
@@ -113,13 +117,15 @@ class RunFolder:
         with errors_shared():
             self._refuse(other)
         self.changes += other
+        files = {}  # by the names of what they hold
         with errors_shared(), blame(f"{path} is of another model than {self.config.model.name!r}"):
-            if RANK == reader:
-                with safe_open(path / "tensors.safetensors", "pt") as file:
-                    for name, tensor in tensors.items():
-                        tensor.copy_(file.get_tensor(name))
-        for tensor in tensors.values():
-            dist.broadcast(tensor, reader)
+            for file in files_of(path, saved) if RANK == reader else []:
+                files |= dict.fromkeys(file.keys(), file)
+            for name, tensor in tensors.items() if RANK == reader else []:
+                if files[name].get_slice(name).get_shape() != list(tensor.shape):
+                    raise ValueError(f"{name} has another shape")
+        for name, tensor in tensors.items():
+            fill(tensor, reader, lambda name=name: files[name].get_tensor(name))
         return saved["step"], tuple(saved["best"]) if (self.path / "best").exists() else NONE_KEPT
 
     def save(self, run) -> None:
@@ -129,16 +135,21 @@ class RunFolder:
             logprobs, _ = run.policy.module([NOTHING])
         if not logprobs.isfinite().all():  # on every rank, or on none
             raise UserError(f"after step {run.step} {ADVICE['out_of_range']}")
-        if RANK != 0 or path.exists():
+        if over_ranks([RANK == 0 and path.exists()]) == [1]:
+            return
+        parts = gathered(state_tensors(run.model, run.optimizer))
+        if RANK != 0:
+            deque(parts, maxlen=0)  # takes part
             return
         with self.writing():
             with appearing(path) as folder:
-                tensors = state_tensors(run.model, run.optimizer)
-                save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()},
-                          folder / "tensors.safetensors")
+                files = []
+                for part in parts:
+                    files.append(f"tensors-{len(files) + 1}.safetensors")
+                    save_file(part, folder / files[-1])
                 state = {"step": run.step, "best": run.best, "num_ranks": WORLD_SIZE,
                          "config": flatten(self.config), "contents": self.contents,
-                         "log": run.log.bookmark()}
+                         "log": run.log.bookmark(), "files": files}
                 (folder / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
             self.saved = path
             for old in find_checkpoints(self.path)[self.config.checkpoint.keep:]:
@@ -151,7 +162,9 @@ class RunFolder:
             path = path.with_name(f"{path.name}-2")
         with self.writing():
             with appearing(path) as folder:
-                run.model.save_pretrained(folder)
+                model = copy.copy(run.sampler)  # what was measured, whole on each rank
+                model.generation_config = run.model.generation_config
+                model.save_pretrained(folder, max_shard_size=BYTES_OF_A_FILE)
                 run.tokenizer.save_pretrained(folder)
                 prompt = encode_prompt(run.validation_rows[0], run.task, run.tokenizer, self.config)
                 run.log.card(folder, run.step, metrics, run.tokenizer.decode(prompt))
@@ -173,3 +186,18 @@ def state_tensors(model, optimizer) -> dict[str, torch.Tensor]:
             moments = optimizer.state[parameter].items()
             tensors |= {name: parameter.data, **{f"{name}/{key}": value for key, value in moments}}
     return tensors
+
+
+def gathered(tensors: dict[str, torch.Tensor]):
+    """The tensors, whole, on the CPU of rank 0, as many at once as go into a file. Collective."""
+    part, size = {}, 0
+    for name, tensor in tensors.items():
+        values = whole(tensor)
+        if RANK == 0:
+            if part and size + values.nbytes > BYTES_OF_A_FILE:
+                yield part
+                part.clear()  # which whoever took it still holds
+                size = 0
+            part[name], size = values.cpu().contiguous(), size + values.nbytes
+    if part:
+        yield part

@@ -30,14 +30,19 @@ def newest_checkpoint(folder: Path, is_ours: bool) -> tuple[Path, int, dict] | N
             state = json.loads((path / "state.json").read_text(encoding="utf-8"))
             sum([state["step"], state["num_ranks"], state["log"]["seconds"], state["best"][1],
                  state["config"]["training.num_samples_per_step"]])  # all are there, and numbers
-            with safe_open(path / "tensors.safetensors", "pt"):  # refuses what is cut or garbled
-                if not is_ours or path.name == f"step-{state['step']:06d}":
-                    return path, RANK, state
+            if files_of(path, state) and (not is_ours or path.name == f"step-{state['step']:06d}"):
+                return path, RANK, state
         if path != folder and is_ours:
             print(f"warning: {path} is damaged and is set aside")
             with suppress(OSError):  # another machine that shares the folder was quicker
                 path.rename(path.with_name(f"damaged-{path.lstat().st_mtime_ns}-{path.name}"))
     return None
+
+
+def files_of(checkpoint: Path, state: dict) -> list:
+    """Its tensors, which are read when asked for. Refuses what is missing, cut or garbled."""
+    names = state.get("files", ["tensors.safetensors"])  # one was all, before 2026-11-24
+    return [safe_open(checkpoint / name, "pt") for name in names]
 
 
 @contextmanager

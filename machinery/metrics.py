@@ -9,8 +9,9 @@ from statistics import fmean, pstdev, stdev
 import torch
 import torch.distributed as dist
 
-from machinery.policy import hand_to_answers, make_micro_batches
+from machinery.policy import NOTHING, hand_to_answers, in_step, make_micro_batches
 from machinery.ranks import DEVICE, WORLD_SIZE, over_ranks
+from machinery.sharding import whole
 
 MOVED = 1e-6  # nats: a token whose log pi has changed by less has not moved
 
@@ -101,8 +102,11 @@ def evaluation_metrics(groups: list[list], task) -> dict[str, float | None]:
 @torch.no_grad()
 def logprobs_now(run, answers: list, policy=None) -> list[tuple]:
     """Micro-batches; and log pi and entropy of their tokens as the weights are now, (tokens,)."""
-    batches = make_micro_batches(answers, run.config.training.tokens_per_micro_batch)
-    return [(batch, *(policy or run.policy.module)(batch)) for batch in batches]
+    training, idle = run.config.training, [NOTHING]
+    batches = in_step(make_micro_batches(answers, training.tokens_per_micro_batch), idle,
+                      training.shard and not policy)
+    passes = [(batch, *(policy or run.policy.module)(batch)) for batch in batches]
+    return [each for each in passes if each[0] is not idle]
 
 
 def sampler_metrics(run, answers: list) -> dict[str, float]:
@@ -137,7 +141,7 @@ def change_metrics(run, learned: list) -> dict[str, float]:
     moved, meant = change.abs() > MOVED, change * A > 0
     stale = [copied for copied, own in zip(run.sampler.parameters(), run.model.parameters(),
                                            strict=True)
-             if not torch.equal(copied, own.to(copied.dtype))]
+             if not torch.equal(copied, whole(own, copied.dtype).to(copied.dtype))]
     shares = {"moved": (moved.sum() if change.isfinite().all() else math.nan, len(change)),
               "moved_as_meant": ((moved & meant).sum(), moved.sum()),
               "change_as_meant": (change[meant].abs().sum(), change.abs().sum()),

@@ -16,6 +16,7 @@ from machinery.errors import UserError, blame
 from machinery.policy import HALF, NOTHING
 from machinery.ranks import DEVICE, random_stream
 from machinery.settings import ROOT, Config
+from machinery.sharding import whole
 
 
 def load_model(config: Config):
@@ -39,7 +40,8 @@ def load_model(config: Config):
                 setattr(model_config, key, 0.0)
         # Straight to the GPU, if the library can (with accelerate): else each rank of a machine
         # would first hold a whole model in its memory.
-        straight = DEVICE.type == "cuda" and transformers.utils.is_accelerate_available()
+        straight = (DEVICE.type == "cuda" and transformers.utils.is_accelerate_available()
+                    and not config.training.shard)
         model, loading = AutoModelForCausalLM.from_pretrained(
             name, config=model_config, dtype=dtype, output_loading_info=True,
             device_map={"": DEVICE} if straight else None, attn_implementation=attention,
@@ -54,7 +56,9 @@ def load_model(config: Config):
         add_adapters(model, config)
     if config.model.gradient_checkpointing:
         model.activation_checkpointing_enable()
-    return model.to(DEVICE), tokenizer
+    if config.model.lora_rank or not config.training.shard:  # else `shard` does, layer by layer
+        model.to(DEVICE)
+    return model, tokenizer
 
 
 def add_adapters(model, config: Config) -> None:
@@ -68,7 +72,7 @@ def add_adapters(model, config: Config) -> None:
     if unknown := [target for target in settings.lora_targets or []
                    if not any(layer.endswith(f".{target}") for layer in layers)]:
         raise UserError(f"model.lora_targets: the model has no layers named {', '.join(unknown)}")
-    random_stream(config.training.seed, 0, "adapters")  # DDP gives all ranks those of rank 0
+    random_stream(config.training.seed, 0, "adapters", rank=0)  # the same on all
     with blame(f"model.lora_targets={settings.lora_targets}: not all are linear layers of "
                f"{settings.name!r}"):
         model.add_adapter(peft.LoraConfig(
@@ -81,20 +85,22 @@ def add_adapters(model, config: Config) -> None:
 
 
 def frozen_copy(model, convert: Callable):
-    """A copy that does not learn. Each parameter is what `convert` returns for the model's; one
-    that it returns unchanged is shared. Buffers, like rotary frequencies, keep their type."""
+    """A copy that does not learn, on this rank's device. Each parameter is of the type that
+    `convert` returns for the model's; one that learns is copied, the others shared, if they are of
+    that type. Buffers, like rotary frequencies, keep theirs."""
     return copy.deepcopy(model, {
-        id(parameter): nn.Parameter(convert(parameter).detach(), requires_grad=False)
-        for parameter in model.parameters()})
+        id(parameter): nn.Parameter(parameter.detach().to(
+            DEVICE, convert(parameter), copy=parameter.requires_grad), requires_grad=False)
+        for parameter in model.parameters()}).to(DEVICE)
 
 
 def make_sampler(model, tokenizer, config: Config):
     """What answers are drawn from: in mixed precision a bfloat16 copy, since autocast would cast
     every weight for each token, else a twin that shares the model's weights. Its settings are its
     own: `generate` fills what is left open from the model's, whose temperature would be another."""
-    sampler = copy.copy(model)
-    if config.model.precision == "mixed":
-        sampler = frozen_copy(model, lambda each: each.to(HALF, copy=each.requires_grad))
+    sampler, mixed = copy.copy(model), config.model.precision == "mixed"
+    if mixed or config.training.shard:
+        sampler = frozen_copy(model, lambda each: HALF if mixed else each.dtype)
     stop_ids = {tokenizer.eos_token_id}  # chat models have several: any of them ends an answer
     for eos in (model.config.eos_token_id, model.generation_config.eos_token_id):
         stop_ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
@@ -111,8 +117,7 @@ def make_reference(policy_class: type, model, config: Config) -> Callable:
     output = model.get_output_embeddings()
     low = {id(layer.weight) for layer in model.modules() if config.model.precision == "mixed"
            and isinstance(layer, nn.Linear) and layer is not output}
-    as_loaded = frozen_copy(model, lambda parameter: parameter.to(
-        HALF if id(parameter) in low else parameter.dtype, copy=parameter.requires_grad))
+    as_loaded = frozen_copy(model, lambda each: HALF if id(each) in low else each.dtype)
     if config.model.lora_rank:
         as_loaded.disable_adapters()  # of this copy, which shares all other weights
     return torch.no_grad()(policy_class(as_loaded, config).forward)
@@ -123,7 +128,7 @@ def refresh_sampler(sampler, model) -> None:
     """After an update. (A sampler that shares the model's weights has them already.)"""
     for copied, parameter in zip(sampler.parameters(), model.parameters(), strict=True):
         if copied is not parameter and parameter.requires_grad:
-            copied.copy_(parameter)
+            copied.copy_(whole(parameter, copied.dtype))
 
 
 def warm_up(policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:

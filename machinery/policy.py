@@ -5,9 +5,12 @@ import copy
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import DynamicLayer
+
+from machinery.ranks import over_ranks
 
 HALF = torch.bfloat16  # what mixed precision computes in, and samples from
 LOGITS_PER_CHUNK = 2**25  # tokens x vocabulary in one piece: 128 MiB in float32
@@ -26,6 +29,13 @@ def make_micro_batches(answers: list, budget: int) -> list[list]:
             batches.append([])
         batches[-1].append(answer)
     return batches if answers else []
+
+
+def in_step(batches: list[list], idle: list, sharded: bool) -> list[list]:
+    """Filled up with `idle`: to one, for the backward pass that every rank owes the others; where
+    weights are sharded, and so each pass meets them, to as many as any rank has. Collective."""
+    most, = over_ranks([len(batches)], dist.ReduceOp.MAX) if sharded else [1]
+    return batches + [idle] * (int(most) - len(batches))
 
 
 def hand_to_answers(batch: list, **values: torch.Tensor) -> None:
@@ -102,12 +112,14 @@ def states_before(model, answers: list) -> tuple[torch.Tensor, torch.Tensor]:
     """The states from which the model predicts each token of the answers, (tokens, width), and
     these tokens, (tokens,), answer after answer. Equal prompts are read once."""
     ids, mask, which = pad_prompts([answer.prompt_ids for answer in answers], model.device)
-    # With gradient checkpointing layers refuse a cache: every answer reads its prompt itself.
-    cache = None if model.is_activation_checkpointing else read_prefix(model, ids, mask)
-    states = []
-    for start in range(0, len(answers), ANSWERS_PER_PASS):
-        own = which[start:start + ANSWERS_PER_PASS]  # prompts
-        completions = [each.completion_ids for each in answers[start:start + ANSWERS_PER_PASS]]
+    # With gradient checkpointing layers refuse a cache: every answer reads its prompt itself. A
+    # sharded layer can run but once before its backward pass.
+    once = getattr(model, "is_sharded", False)
+    cache = None if once or model.is_activation_checkpointing else read_prefix(model, ids, mask)
+    states, at_once = [], len(answers) if once else ANSWERS_PER_PASS
+    for start in range(0, len(answers), at_once):
+        own = which[start:start + at_once]  # prompts
+        completions = [each.completion_ids for each in answers[start:start + at_once]]
         part = copy.copy(cache)  # their keys and values
         if part is not None:
             part.layers = [copy.copy(layer) for layer in cache.layers]

@@ -77,6 +77,7 @@ class TrainingSettings(Section):
     weight_decay: Decay
     max_grad_norm: Positive | None
     tokens_per_micro_batch: Annotated[Count, FREE]
+    shard: Annotated[StrictBool, FREE]
     max_bad_steps: Annotated[Count, FREE]
     seed: Natural
 

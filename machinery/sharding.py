@@ -1,0 +1,71 @@
+"""Weights, gradients and moments that are spread over the ranks, by torch's own `fully_shard`."""
+
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from machinery.errors import blame
+from machinery.ranks import DEVICE, LOCAL_RANK, RANK, WORLD_SIZE, errors_shared, over_ranks
+
+
+class Sharded(nn.Module):
+    """In place of DistributedDataParallel. Leaves each rank its part of each parameter that learns.
+    A layer is whole while it runs, and the projection, for all its chunks, while the policy does.
+    Gradients meet after each micro-batch: kept whole until the last, they would take the memory
+    that is saved."""
+
+    def __init__(self, policy: nn.Module):
+        super().__init__()
+        frozen = {each for each in policy.parameters() if not each.requires_grad}
+        how = {"mesh": init_device_mesh(DEVICE.type, (WORLD_SIZE,)), "ignored_params": frozen}
+        embeddings, output = (getattr(policy.model, f"get_{kind}_embeddings")()
+                              for kind in ("input", "output"))
+        with blame("training.shard: this model cannot be cut up"):
+            for part in policy.modules():
+                if isinstance(part, GradientCheckpointingLayer) or (
+                        part is embeddings and part.weight is not output.weight):
+                    fully_shard(part, **how)
+            # True: a pass without a backward pass would leave whole weights, soon stale.
+            self.module = fully_shard(policy, reshard_after_forward=True, **how)
+        policy.model.is_sharded = True  # for `states_before`
+        torch.set_autocast_cache_enabled(False)  # which would hold all weights in bfloat16
+        self.no_sync = nullcontext
+
+    def forward(self, answers: list):
+        return self.module(answers)
+
+
+@contextmanager
+def in_turn(sharded: bool):
+    """As `errors_shared`. With `sharded` one rank of a machine comes after the other, so that but
+    one of them has the whole model in the machine's memory. Collective."""
+    last, = over_ranks([LOCAL_RANK if sharded else 0], dist.ReduceOp.MAX)
+    for turn in range(int(last) + 1):
+        with errors_shared():
+            if turn == LOCAL_RANK or not sharded:
+                yield
+
+
+def whole(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """All of a tensor that may be spread over the ranks: collective; in this type, if it is."""
+    return tensor.to(dtype).full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def fill(tensor: torch.Tensor, source: int, read: Callable[[], torch.Tensor]) -> None:
+    """Gives a tensor, whole or spread, the values that `read` returns on one rank. Collective."""
+    spread = isinstance(tensor, DTensor)
+    values = (torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if spread
+              else tensor)
+    if RANK == source:
+        values.copy_(read())
+    dist.broadcast(values, source)
+    if spread:
+        tensor.copy_(distribute_tensor(values, tensor.device_mesh, tensor.placements,
+                                       src_data_rank=None))
