@@ -19,7 +19,7 @@ from machinery.errors import UserError, blame
 from machinery.policy import NOTHING
 from machinery.ranks import LOCAL_RANK, RANK, WORLD_SIZE, errors_shared, over_ranks
 from machinery.settings import ADVICE, FREE_KEYS, Config, default_run_name, flatten
-from machinery.sharding import fill, whole
+from machinery.sharding import fill, gathered
 from machinery.tasks import encode_prompt
 
 NONE_KEPT = (-1e10, -1e10)  # as the quality of what is in best/
@@ -137,7 +137,7 @@ class RunFolder:
             raise UserError(f"after step {run.step} {ADVICE['out_of_range']}")
         if over_ranks([RANK == 0 and path.exists()]) == [1]:
             return
-        parts = gathered(state_tensors(run.model, run.optimizer))
+        parts = gathered(state_tensors(run.model, run.optimizer), BYTES_OF_A_FILE)
         if RANK != 0:
             deque(parts, maxlen=0)  # takes part
             return
@@ -186,18 +186,3 @@ def state_tensors(model, optimizer) -> dict[str, torch.Tensor]:
             moments = optimizer.state[parameter].items()
             tensors |= {name: parameter.data, **{f"{name}/{key}": value for key, value in moments}}
     return tensors
-
-
-def gathered(tensors: dict[str, torch.Tensor]):
-    """The tensors, whole, on the CPU of rank 0, as many at once as go into a file. Collective."""
-    part, size = {}, 0
-    for name, tensor in tensors.items():
-        values = whole(tensor)
-        if RANK == 0:
-            if part and size + values.nbytes > BYTES_OF_A_FILE:
-                yield part
-                part.clear()  # which whoever took it still holds
-                size = 0
-            part[name], size = values.cpu().contiguous(), size + values.nbytes
-    if part:
-        yield part

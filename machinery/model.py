@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from machinery.disk import beside_main
 from machinery.errors import UserError, blame
 from machinery.policy import HALF, NOTHING
-from machinery.ranks import DEVICE, random_stream
+from machinery.ranks import DEVICE
 from machinery.settings import ROOT, Config
 from machinery.sharding import whole
 
@@ -72,7 +72,7 @@ def add_adapters(model, config: Config) -> None:
     if unknown := [target for target in settings.lora_targets or []
                    if not any(layer.endswith(f".{target}") for layer in layers)]:
         raise UserError(f"model.lora_targets: the model has no layers named {', '.join(unknown)}")
-    random_stream(config.training.seed, 0, "adapters", rank=0)  # the same on all
+    torch.manual_seed(config.training.seed)  # the same adapters on all ranks
     with blame(f"model.lora_targets={settings.lora_targets}: not all are linear layers of "
                f"{settings.name!r}"):
         model.add_adapter(peft.LoraConfig(

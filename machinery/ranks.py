@@ -138,10 +138,10 @@ def over_ranks(values: list[float], operation=dist.ReduceOp.SUM) -> list[float]:
     return result.tolist()
 
 
-def random_stream(seed: int, step: int, purpose: str, rank: int = RANK) -> random.Random:
+def random_stream(seed: int, step: int, purpose: str) -> random.Random:
     """Randomness is a pure function of (seed, step, rank, purpose): no state to save, and
     evaluating does not disturb training. Seeds torch, on every device, as well."""
-    stream = random.Random(f"{seed} {step} {rank} {purpose}")
+    stream = random.Random(f"{seed} {step} {RANK} {purpose}")
     torch.manual_seed(stream.getrandbits(63))
     return stream
 

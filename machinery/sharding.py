@@ -69,3 +69,19 @@ def fill(tensor: torch.Tensor, source: int, read: Callable[[], torch.Tensor]) ->
     if spread:
         tensor.copy_(distribute_tensor(values, tensor.device_mesh, tensor.placements,
                                        src_data_rank=None))
+
+
+def gathered(tensors: dict[str, torch.Tensor], most: int):
+    """The tensors, whole, on the CPU of rank 0, in dictionaries of at most so many bytes, or of one
+    tensor. Collective."""
+    part, size = {}, 0
+    for name, tensor in tensors.items():
+        values = whole(tensor)
+        if RANK == 0:
+            if part and size + values.nbytes > most:
+                yield part
+                part.clear()  # which whoever took it still holds
+                size = 0
+            part[name], size = values.cpu().contiguous(), size + values.nbytes
+    if part:
+        yield part

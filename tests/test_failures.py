@@ -313,7 +313,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted_and_too_many_in_a_
     assert steps[1]["loss"] is None and steps[1]["grad_norm"] is None
     tensors = outcome(tmp_path / "a")["tensors"]
     saved = safetensors.torch.load_file(
-        tmp_path / "a" / "checkpoints" / "step-000005" / "tensors.safetensors")
+        tmp_path / "a" / "checkpoints" / "step-000005" / "tensors-1.safetensors")
     assert all(torch.isfinite(value).all() for value in saved.values())
 
     Broken.when, Broken.passes = range(3, 100), 0
@@ -602,7 +602,7 @@ def test_what_is_saved_can_be_read_by_whom_the_umask_lets(tmp_path):
     finally:
         os.umask(mask)
     saved = [path for path in (tmp_path / "a").rglob("*") if path.is_file()]
-    assert {"model.safetensors", "tensors.safetensors"} <= {path.name for path in saved}
+    assert {"model.safetensors", "tensors-1.safetensors"} <= {path.name for path in saved}
     assert {path.name: path.stat().st_mode & 0o777 for path in saved} == {
         path.name: 0o640 for path in saved}
 

@@ -477,16 +477,17 @@ def test_a_sampler_with_weights_of_its_own_is_found(
     """A copy that is never refreshed is stale after the first update. One that was another model
     from the start shows in what it has sampled, also where it is refreshed from then on. Of the two
     the first is said, since it tells why."""
-    make_sampler = main.make_sampler
+    prepare = main.prepare
 
-    def make_copy(*arguments):
-        sampler = copy.deepcopy(make_sampler(*arguments))
+    def prepare_with_a_copy(*arguments):
+        run = prepare(*arguments)
+        run.sampler = copy.deepcopy(run.sampler)
         with torch.no_grad():
-            for parameter in sampler.parameters():
+            for parameter in run.sampler.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=noise)
-        return sampler
+        return run
 
-    monkeypatch.setattr(main, "make_sampler", make_copy)
+    monkeypatch.setattr(main, "prepare", prepare_with_a_copy)
     if not refreshed:
         monkeypatch.setattr(main, "refresh_sampler", lambda sampler, model: None)
     signs, metrics, _ = first_step()

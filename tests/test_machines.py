@@ -115,7 +115,7 @@ def test_two_machines_train_as_one_does_and_one_that_is_killed_and_started_again
         machine.end()
     assert "step-000007" in swapped[0].log.read_text()
     assert digest(tmp_path / "disk-3" / "a" / "checkpoints" / "step-000008"
-                  / "tensors.safetensors") == expected["tensors"]
+                  / "tensors-1.safetensors") == expected["tensors"]
 
 
 def test_a_machine_that_is_cut_off_is_missed_though_it_says_nothing(machines, tmp_path):
