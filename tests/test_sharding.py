@@ -2,16 +2,24 @@
 
 import json
 import os
+import shutil
+import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import read_jsonl, relative_error, run_main
+from conftest import read_jsonl, relative_error, run_main, start
 from processes import ranks
 from safetensors.torch import load_file
+from test_dead_ranks import STEPS, run_and_die
+from test_resume import assert_stopped, interrupted, outcome, uninterrupted, without_files
 
+import logger
 import main
-from machinery.ranks import RANK
+from machinery import checkpoints
+from machinery.launch import leave
+from machinery.ranks import RANK, join, part
 
 SMALL = ["training.max_new_gen_tokens=48", "training.num_samples_per_step=3",
          "training.k_best_of_n=[4,4]", "data.num_validation=6", "data.max_rows=200",
@@ -49,7 +57,7 @@ def run_with_odd_rewards(*arguments):
     run_main(*arguments)
 
 
-def outcome(folder: Path) -> tuple[list[dict], list[dict]]:
+def steps_and_tensors(folder: Path) -> tuple[list[dict], list[dict]]:
     """What each step was like, and what it left."""
     steps = [entry for entry in read_jsonl(folder / "a" / "metrics.jsonl") if "loss" in entry]
     return steps, [load_tensors(folder / "a" / "checkpoints" / f"step-{step:06d}")
@@ -68,7 +76,7 @@ def compare(num_ranks, folder, settings, work=run_main) -> dict[str, float]:
         result = ranks(num_ranks, work, *SMALL, *settings, f"training.shard={str(sharded).lower()}",
                        f"run.dir={folder / str(sharded)}")
         assert result.returncode == 0, result.stderr
-        outcomes[sharded] = outcome(folder / str(sharded))
+        outcomes[sharded] = steps_and_tensors(folder / str(sharded))
     (steps, tensors), (own_steps, own_tensors) = outcomes[False], outcomes[True]
     worst = {}
 
@@ -115,3 +123,146 @@ def test_with_ranks_that_have_less_to_learn_or_nothing(num_ranks, tmp_path):
     errors = compare(num_ranks, tmp_path, [MANY, "training.updates_per_batch=2"],
                      run_with_odd_rewards)
     assert max(errors.values()) < WITHIN, errors
+
+
+# ---------------------------------------------------------------- its folder
+
+def restore_and_save(*arguments):
+    """What a start has read, under another step's name."""
+    join()
+    config = main.load_config(list(arguments))
+    with main.RunFolder(config) as folder, logger.Logger(config, folder) as log:
+        run = main.prepare(config, folder, log)
+        log.start(run)
+        run.step += 100
+        folder.save(run)
+    part()
+    leave(0)
+
+
+def test_a_checkpoint_is_the_same_for_any_number_of_ranks_sharded_or_not(tmp_path):
+    """Weights and moments go from each layout to the next, and no bit changes."""
+    keys = [*SMALL, MANY, f"run.dir={tmp_path}", "run.resume_anyway=true"]
+    assert ranks(2, run_main, *keys, "training.shard=true").returncode == 0
+    step, folder = 3, tmp_path / "a" / "checkpoints"
+    expected = load_tensors(folder / "step-000003")
+    assert len(expected) > 100 and all(each.any() for name, each in expected.items()
+                                       if name.endswith("exp_avg"))
+    for num_ranks, sharded in ((4, "true"), (3, "false"), (1, "true"), (2, "false"), (3, "true")):
+        result = ranks(num_ranks, restore_and_save, *keys, f"training.shard={sharded}")
+        assert result.returncode == 0 and f"step-{step:06d}\n" in result.stdout, result.stderr
+        step += 100
+        found = load_tensors(folder / f"step-{step:06d}")
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_large_checkpoint_has_several_files_and_one_that_is_damaged_is_not_read(
+        tmp_path, monkeypatch, capsys):
+    whole = [*SMALL, f"run.dir={tmp_path / 'whole'}", "training.max_steps=3"]
+    assert start(whole) == 0
+    monkeypatch.setattr(checkpoints, "BYTES_OF_A_FILE", 10**6)
+    keys = [*SMALL, f"run.dir={tmp_path}"]
+    assert start([*keys, "training.max_steps=2"]) == 0
+    newest = tmp_path / "a" / "checkpoints" / "step-000002"
+    files = json.loads((newest / "state.json").read_text())["files"]
+    assert files == [f"tensors-{i + 1}.safetensors" for i in range(len(files))] and len(files) > 9
+    assert sorted(path.name for path in newest.iterdir()) == sorted([*files, "state.json"])
+    assert all((newest / file).stat().st_size < 1.1e6 for file in files)
+    assert len(list((tmp_path / "a" / "best").glob("model-*.safetensors"))) > 3
+    (newest / files[4]).write_bytes((newest / files[4]).read_bytes()[:-1])
+    assert start([*keys, "training.max_steps=3"]) == 0
+    assert "step-000002 is damaged and is set aside" in capsys.readouterr().out
+    found, expected = (load_tensors(path / "a" / "checkpoints" / "step-000003")
+                       for path in (tmp_path, tmp_path / "whole"))
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_checkpoint_of_one_file_as_they_were_once_is_read_too(tmp_path, capsys):
+    keys = [*SMALL, f"run.dir={tmp_path}"]
+    assert start([*keys, "training.max_steps=3"]) == 0
+    expected = load_tensors(tmp_path / "a" / "checkpoints" / "step-000003")
+    shutil.rmtree(tmp_path / "a" / "checkpoints" / "step-000003")
+    older = tmp_path / "a" / "checkpoints" / "step-000002"
+    (older / "tensors-1.safetensors").rename(older / "tensors.safetensors")
+    state = json.loads((older / "state.json").read_text())
+    del state["files"]
+    (older / "state.json").write_text(json.dumps(state))
+    assert start([*keys, "training.max_steps=3"]) == 0
+    assert "going on from " in capsys.readouterr().out
+    found = load_tensors(tmp_path / "a" / "checkpoints" / "step-000003")
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+# ---------------------------------------------------------------- when something goes wrong
+
+def test_a_stopped_sharded_run_saves_its_step_and_then_equals_the_uninterrupted_one(tmp_path):
+    steps = ["training.shard=true", "validation.every=2", "training.max_steps=3",
+             "checkpoint.every=100"]
+    expected = uninterrupted(3, tmp_path / "whole", *steps)
+    folder = tmp_path / "stopped"
+    result = interrupted(3, {"rank": 1, "point": "sampling", "passing": 2, "how": "stop"}, folder,
+                         *steps)
+    assert result.codes == [128 + signal.SIGTERM] * 3, result.stderr
+    assert_stopped(result, folder, saved=2)
+    assert interrupted(3, {}, folder, *steps).returncode == 0
+    assert without_files(outcome(folder / "a")) == without_files(expected)
+
+
+@pytest.mark.parametrize(("place", "dead"), [("learning", 2), ("saving", 0), ("sampling", 1)])
+def test_a_rank_that_dies_takes_the_others_along(place, dead, tmp_path):
+    result = ranks(3, run_and_die, place, dead, False, tmp_path,
+                   [*SMALL, *STEPS, "training.shard=true", f"run.dir={tmp_path}"])
+    assert time.time() - float((tmp_path / "died").read_text()) < 10
+    assert all(result.codes) and result.codes[dead] == -signal.SIGKILL
+    assert f"rank {dead} has left: all ranks end" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def run_without(what, *arguments):
+    """One rank has no memory left in a backward pass, or no disk in the middle of a save."""
+    def raises(error, rank, original, call):
+        calls = []
+
+        def replacement(*arguments, **named):
+            calls.append(0)
+            if RANK == rank and len(calls) == call:
+                raise error
+            return original(*arguments, **named)
+        return replacement
+
+    checkpoints.BYTES_OF_A_FILE = 10**6
+    if what == "memory":
+        main.policy_loss = raises(torch.OutOfMemoryError("CUDA out of memory. Tried"), 1,
+                                  main.policy_loss, 2)
+    else:
+        checkpoints.save_file = raises(OSError(28, "No space left on device"), 0,
+                                       checkpoints.save_file, 3)
+    run_main(*arguments)
+
+
+@pytest.mark.parametrize(("what", "says"), [
+    ("memory", "out of memory in phase learn"), ("disk", "cannot be written to")])
+def test_a_rank_without_memory_or_disk_is_one_line_and_no_rank_hangs(what, says, tmp_path):
+    result = ranks(2, run_without, what, *SMALL, MANY, "training.shard=true",
+                   f"run.dir={tmp_path}")
+    assert set(result.codes) <= {1, 2, -signal.SIGTERM} and 2 in result.codes, result.codes
+    assert says in result.stderr and "Traceback" not in result.stderr, result.stderr
+    assert not list((tmp_path / "a").glob("checkpoints/*"))
+
+
+def test_a_model_that_cannot_be_cut_up_and_a_wrong_value_are_one_line(
+        tmp_path, monkeypatch, capsys):
+    assert start([*SMALL, f"run.dir={tmp_path}", "training.shard=4"]) == 2
+    assert "error: training.shard=4: it must be a valid boolean" in capsys.readouterr().err
+    load_model = main.load_model
+
+    def with_a_scalar(config):
+        model, tokenizer = load_model(config)
+        model.register_parameter("scale", torch.nn.Parameter(torch.ones(())))
+        return model, tokenizer
+
+    monkeypatch.setattr(main, "load_model", with_a_scalar)
+    assert start([*SMALL, f"run.dir={tmp_path}", "training.shard=true"]) == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith("error: training.shard: this model cannot be cut up (")
