@@ -95,6 +95,9 @@ class Logger:
                      f"{len(run.training_rows):,} questions to train on, {N} x {WORLD_SIZE} a step "
                      f"with {G} answers each, and {len(run.validation_rows):,} held out; "
                      f"every setting is in {self.path / 'config.yaml'}"))
+        for case, holds in (("alone", WORLD_SIZE == 1), ("adapters", self.config.model.lora_rank)):
+            if self.config.training.shard and holds:
+                print(block(ADVICE["shard"][case].format(**dict(self.config))))
         if self.config.logging.mlflow:
             self.mlflow = ThreadPoolExecutor(max_workers=1)
             self._tell_mlflow(self._start_mlflow)

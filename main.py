@@ -64,7 +64,7 @@ from machinery.policy import (HALF, hand_to_answers, in_chunks, in_step, make_mi
                               project, read_prompts, states_before)
 from machinery.ranks import RANK, WORLD_SIZE, epoch_order, errors_shared, over_ranks, random_stream
 from machinery.settings import ADVICE, Config, TrainingSettings, load_config
-from machinery.sharding import Sharded, in_turn, whole
+from machinery.sharding import Sharded, whole
 from machinery.tasks import (check_lengths, contents_of, encode_prompt, grade, load_questions,
                              load_task)
 
@@ -465,7 +465,7 @@ def train(run: Run) -> int:
 def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
     """All that a run works with, where its newest checkpoint left it. Collective."""
     training = config.training
-    with in_turn(training.shard), log.phase("read"):  # a mistake that one rank meets ends them all
+    with errors_shared(in_turn=training.shard), log.phase("read"):  # a mistake of one ends them all
         task = load_task(config)
         model, tokenizer = load_model(config)
         reference = make_reference(Policy, model, config) if training.kl_beta else None

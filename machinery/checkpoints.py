@@ -5,7 +5,6 @@ import fcntl
 import json
 import os
 import shutil
-from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from machinery.tasks import encode_prompt
 
 NONE_KEPT = (-1e10, -1e10)  # as the quality of what is in best/
 BYTES_OF_A_FILE = 2 * 10**9  # or one tensor: so much lies in the machine's memory while it is saved
+
 
 class RunFolder:
     """runs/<name>, with checkpoints/step-NNNNNN and the link best. Rank 0 writes."""
@@ -117,8 +117,8 @@ class RunFolder:
         with errors_shared():
             self._refuse(other)
         self.changes += other
-        files = {}  # by the names of what they hold
         with errors_shared(), blame(f"{path} is of another model than {self.config.model.name!r}"):
+            files = {}  # by the names of what they hold
             for file in files_of(path, saved) if RANK == reader else []:
                 files |= dict.fromkeys(file.keys(), file)
             for name, tensor in tensors.items() if RANK == reader else []:
@@ -139,17 +139,15 @@ class RunFolder:
             return
         parts = gathered(state_tensors(run.model, run.optimizer), BYTES_OF_A_FILE)
         if RANK != 0:
-            deque(parts, maxlen=0)  # takes part
+            list(parts)  # takes part; there are none here
             return
         with self.writing():
             with appearing(path) as folder:
-                files = []
-                for part in parts:
-                    files.append(f"tensors-{len(files) + 1}.safetensors")
-                    save_file(part, folder / files[-1])
+                for number, part in enumerate(parts, start=1):
+                    save_file(part, folder / f"tensors-{number}.safetensors")
                 state = {"step": run.step, "best": run.best, "num_ranks": WORLD_SIZE,
                          "config": flatten(self.config), "contents": self.contents,
-                         "log": run.log.bookmark(), "files": files}
+                         "log": run.log.bookmark(), "files": sorted(os.listdir(folder))}
                 (folder / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
             self.saved = path
             for old in find_checkpoints(self.path)[self.config.checkpoint.keep:]:

@@ -79,30 +79,14 @@ def blame(what: str, kinds: tuple[type[BaseException], ...] = (Exception,)):
 
 
 @contextmanager
-def put_back():
-    """What a process has but one of, and code of the user's may move, is afterwards as before."""
-    mask, dtype = os.umask(0), torch.get_default_dtype()
+def theirs(what: str):
+    """As `blame`, for code of the user's: says where; and it may try to leave, which would end the
+    run without a word, or as if it had succeeded. What a process has but one of, and such code may
+    move, is afterwards as before."""
+    process, leave, mask, dtype = os.getpid(), os._exit, os.umask(0), torch.get_default_dtype()
     os.umask(mask)
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     grad, device = torch.set_grad_enabled(torch.is_grad_enabled()), torch.get_default_device()
-    try:
-        with chdir(os.curdir), grad, device:
-            yield
-    finally:
-        os.umask(mask)
-        torch.set_default_dtype(dtype)
-        for number, handler in handlers.items():
-            now = signal.getsignal(number)
-            # a Ctrl-C that came meanwhile has made way for the second: see `stop_signals`
-            if now != handler and (number, now) != (signal.SIGINT, signal.SIG_DFL):
-                signal.signal(number, handler)
-
-
-@contextmanager
-def theirs(what: str):
-    """As `blame`, for code of the user's: says where; and it may try to leave, which would end the
-    run without a word, or as if it had succeeded."""
-    process, leave = os.getpid(), os._exit
 
     def refuse(code):
         if os.getpid() != process:  # one that it has forked
@@ -111,7 +95,7 @@ def theirs(what: str):
 
     os._exit = refuse
     try:
-        with put_back():
+        with chdir(os.curdir), grad, device:
             yield
     except BaseException as error:
         calls = [call for call in traceback.extract_tb(error.__traceback__)
@@ -121,6 +105,13 @@ def theirs(what: str):
             raise
     finally:
         os._exit = leave
+        os.umask(mask)
+        torch.set_default_dtype(dtype)
+        for number, handler in handlers.items():
+            now = signal.getsignal(number)
+            # a Ctrl-C that came meanwhile has made way for the second: see `stop_signals`
+            if now != handler and (number, now) != (signal.SIGINT, signal.SIG_DFL):
+                signal.signal(number, handler)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

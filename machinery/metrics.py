@@ -102,11 +102,9 @@ def evaluation_metrics(groups: list[list], task) -> dict[str, float | None]:
 @torch.no_grad()
 def logprobs_now(run, answers: list, policy=None) -> list[tuple]:
     """Micro-batches; and log pi and entropy of their tokens as the weights are now, (tokens,)."""
-    training, idle = run.config.training, [NOTHING]
-    batches = in_step(make_micro_batches(answers, training.tokens_per_micro_batch), idle,
-                      training.shard and not policy)
-    passes = [(batch, *(policy or run.policy.module)(batch)) for batch in batches]
-    return [each for each in passes if each[0] is not idle]
+    batches = make_micro_batches(answers, run.config.training.tokens_per_micro_batch)
+    padded = in_step(batches, [NOTHING], run.config.training.shard and not policy)
+    return [(batch, *(policy or run.policy.module)(batch)) for batch in padded][:len(batches)]
 
 
 def sampler_metrics(run, answers: list) -> dict[str, float]:
@@ -136,8 +134,7 @@ def change_metrics(run, learned: list) -> dict[str, float]:
     pushed = [answer for answer in learned if answer.advantage]  # not for a KL term alone
     none = torch.zeros(0)
     change = torch.cat([none, *((each.new_logprobs - each.old_logprobs).cpu() for each in pushed)])
-    A = torch.cat([none, *(torch.full((len(each.completion_ids),), each.advantage)
-                           for each in pushed)])  # (tokens,), as `change`
+    A = torch.tensor([each.advantage for each in pushed for _ in each.completion_ids])  # (tokens,)
     moved, meant = change.abs() > MOVED, change * A > 0
     stale = [copied for copied, own in zip(run.sampler.parameters(), run.model.parameters(),
                                            strict=True)

@@ -20,8 +20,7 @@ ROOM = 16  # tokens that a layer of keys and values has place for behind what it
 
 
 def make_micro_batches(answers: list, budget: int) -> list[list]:
-    """As many rows together as the budget of padded tokens allows; the longest completions first,
-    those of similar length side by side."""
+    """As many rows together as the budget of padded tokens allows, those of similar length."""
     batches: list[list] = [[]]
     for answer in sorted(answers, key=lambda answer: len(answer.completion_ids), reverse=True):
         longest = max(len(row.prompt_ids + row.completion_ids) for row in [*batches[-1], answer])
@@ -65,9 +64,8 @@ def pad_prompts(prompts: list[list[int]], device: torch.device):
 def read_prefix(model, ids: torch.Tensor, mask: torch.Tensor):
     """Keys and values of every prompt token but the last, with which whoever goes on starts."""
     mask = mask[:, :-1]
-    output = model.base_model(input_ids=ids[:, :-1], attention_mask=mask,
-                              position_ids=positions(mask), use_cache=True)
-    return output.past_key_values
+    return model.base_model(input_ids=ids[:, :-1], attention_mask=mask,
+                            position_ids=positions(mask), use_cache=True).past_key_values
 
 
 def read_prompts(model, prompts: list[list[int]]):

@@ -119,17 +119,22 @@ def _meet() -> dist.Store:
 
 
 @contextmanager
-def errors_shared():
-    """A user error on one rank becomes the same error on all: none is left waiting. Collective."""
+def errors_shared(in_turn: bool = False):
+    """A user error on one rank becomes the same error on all: none is left waiting. With `in_turn`
+    one rank of a machine comes after the other, so that but one of them has the whole model in the
+    machine's memory. Collective."""
+    last, = over_ranks([LOCAL_RANK], dist.ReduceOp.MAX) if in_turn else [0]
     own = cause = None
-    try:
-        yield
-    except UserError as error:
-        own, cause = str(error), error.__cause__
-    errors = [None] * WORLD_SIZE
-    dist.all_gather_object(errors, own)
-    if any(errors):
-        raise SharedError(next(filter(None, errors))) from cause
+    for turn in range(int(last) + 1):
+        try:
+            if turn == LOCAL_RANK or not in_turn:
+                yield
+        except UserError as error:
+            own, cause = str(error), error.__cause__
+        errors = [None] * WORLD_SIZE
+        dist.all_gather_object(errors, own)
+        if any(errors):
+            raise SharedError(next(filter(None, errors))) from cause
 
 
 def over_ranks(values: list[float], operation=dist.ReduceOp.SUM) -> list[float]:  # collective

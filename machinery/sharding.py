@@ -1,7 +1,7 @@
 """Weights, gradients and moments that are spread over the ranks, by torch's own `fully_shard`."""
 
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from machinery.errors import blame
-from machinery.ranks import DEVICE, LOCAL_RANK, RANK, WORLD_SIZE, errors_shared, over_ranks
+from machinery.ranks import DEVICE, RANK, WORLD_SIZE
 
 
 class Sharded(nn.Module):
@@ -42,17 +42,6 @@ class Sharded(nn.Module):
         return self.module(answers)
 
 
-@contextmanager
-def in_turn(sharded: bool):
-    """As `errors_shared`. With `sharded` one rank of a machine comes after the other, so that but
-    one of them has the whole model in the machine's memory. Collective."""
-    last, = over_ranks([LOCAL_RANK if sharded else 0], dist.ReduceOp.MAX)
-    for turn in range(int(last) + 1):
-        with errors_shared():
-            if turn == LOCAL_RANK or not sharded:
-                yield
-
-
 def whole(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """All of a tensor that may be spread over the ranks: collective; in this type, if it is."""
     return tensor.to(dtype).full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -72,8 +61,7 @@ def fill(tensor: torch.Tensor, source: int, read: Callable[[], torch.Tensor]) ->
 
 
 def gathered(tensors: dict[str, torch.Tensor], most: int):
-    """The tensors, whole, on the CPU of rank 0, in dictionaries of at most so many bytes, or of one
-    tensor. Collective."""
+    """The tensors, whole, on the CPU of rank 0, in parts of at most so many bytes. Collective."""
     part, size = {}, 0
     for name, tensor in tensors.items():
         values = whole(tensor)

@@ -164,13 +164,11 @@ def grade(task, answer) -> dict[str, float]:
 
 def contents_of(task, rows: list[dict], model, tokenizer, config: Config) -> dict[str, str]:
     """What a run stands on and no checkpoint holds, by content, to be known again."""
-    def plain(value):
-        return getattr(value, "tolist", type(value).__name__.__str__)()
-
     prompts = [encode_prompt(row, task, tokenizer, config) for row in rows[:8]]
     texts = {f"task.name: the code of {config.task.name!r}":
              ast.dump(ast.parse(Path(task.__file__).read_bytes())),
-             "data.dataset: a question": json.dumps(rows, default=plain, skipkeys=True),
+             "data.dataset: a question": json.dumps(rows, skipkeys=True, default=lambda value: (
+                 getattr(value, "tolist", type(value).__name__.__str__)())),
              "model.name: how the tokenizer reads a question": json.dumps(prompts)}
     if config.model.lora_rank or config.training.kl_beta:  # else the checkpoint holds all weights
         texts["model.name: a weight"] = str(

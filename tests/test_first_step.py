@@ -616,6 +616,7 @@ def test_every_text_of_the_advice_can_be_said():
     said = [look.format(name="reward/answer", **config) for *_, look in SIGNS]
     said += [ADVICE["out_of_memory"][phase].format(**config) for phase in phases]
     said += [ADVICE["out_of_range"], ADVICE["no_numbers"]]
+    said += [each.format(**config) for each in ADVICE["shard"].values()]
     said += [topic["without"] for topic in ADVICE["first_step"] if "without" in topic]
     said += [ADVICE["slow_saving"].format(**config, saving=2.5, step=10.0, rarer=5)]
     assert all(text and not re.search(r"[{}\n]", text) for text in said)

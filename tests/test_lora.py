@@ -180,7 +180,8 @@ def test_with_the_whole_family_switched_on_a_resumed_run_ends_as_an_uninterrupte
             assert result.returncode == 0, result.stderr
         metrics = [{key: value for key, value in entry.items() if key not in TIMES}
                    for entry in read_jsonl(folder / "a" / "metrics.jsonl")]
-        return metrics, digest(folder / "a" / "checkpoints" / "step-000004" / "tensors-1.safetensors")
+        checkpoint = folder / "a" / "checkpoints" / "step-000004"
+        return metrics, digest(checkpoint / "tensors-1.safetensors")
 
     metrics, tensors = outcome(tmp_path / "whole", 4)
     assert outcome(tmp_path / "twice", 2, 4) == (metrics, tensors)

@@ -166,7 +166,8 @@ def test_a_large_checkpoint_has_several_files_and_one_that_is_damaged_is_not_rea
     assert start([*keys, "training.max_steps=2"]) == 0
     newest = tmp_path / "a" / "checkpoints" / "step-000002"
     files = json.loads((newest / "state.json").read_text())["files"]
-    assert files == [f"tensors-{i + 1}.safetensors" for i in range(len(files))] and len(files) > 9
+    assert len(files) > 9 and set(files) == {
+        f"tensors-{i + 1}.safetensors" for i in range(len(files))}
     assert sorted(path.name for path in newest.iterdir()) == sorted([*files, "state.json"])
     assert all((newest / file).stat().st_size < 1.1e6 for file in files)
     assert len(list((tmp_path / "a" / "best").glob("model-*.safetensors"))) > 3
@@ -266,3 +267,13 @@ def test_a_model_that_cannot_be_cut_up_and_a_wrong_value_are_one_line(
     assert start([*SMALL, f"run.dir={tmp_path}", "training.shard=true"]) == 2
     message = capsys.readouterr().err.splitlines()[-1]
     assert message.startswith("error: training.shard: this model cannot be cut up (")
+
+
+def test_where_there_is_nothing_to_spread_or_only_adapters_one_line_says_so(tmp_path, capsys):
+    keys = [*SMALL, f"run.dir={tmp_path}", "training.shard=true", "training.max_steps=0"]
+    assert start(keys) == 0
+    assert "\ntraining.shard: one rank has nothing to share\n" in capsys.readouterr().out
+    result = ranks(2, run_main, *keys, "run.name=b", "model.lora_rank=4")
+    assert result.returncode == 0 and "nothing to share" not in result.stdout
+    assert ("training.shard: only what learns is spread, with model.lora_rank (4) the adapters; the "
+            "rest is whole on each GPU") in " ".join(result.stdout.split())
