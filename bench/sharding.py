@@ -14,6 +14,7 @@ had before it loaded anything."""
 
 import argparse
 import contextlib
+import json
 import threading
 import time
 from pathlib import Path
@@ -163,7 +164,7 @@ def timed(shape: str | None, steps: int, arguments: list[str]) -> dict:
     return result
 
 
-def traffic(shape: str, ranks: int, micro_batches: int) -> dict:
+def traffic(shape: str, ranks: int, micro_batches: int) -> None:
     """GB that a GPU sends in a step with one update. A sum over all is a ring: 2 (R - 1) / R of a
     tensor; to gather or to scatter one is half that."""
     with torch.device("meta"):
@@ -178,7 +179,7 @@ def traffic(shape: str, ranks: int, micro_batches: int) -> dict:
     for kind, size in kinds.items():
         say(f"{kind:<26} {size:7.1f} GB: {size * 1e9 / NVLINK:6.2f} s at {NVLINK / 1e9:.0f} GB/s, "
             f"{size * 1e9 / NETWORK:6.2f} s at {NETWORK / 1e9:.0f} GB/s")
-    return {kind: round(size, 2) for kind, size in kinds.items()}
+    say(json.dumps({kind: round(size, 2) for kind, size in kinds.items()}))
 
 
 if __name__ == "__main__":

@@ -148,6 +148,10 @@ def test_keys_and_values_are_not_copied_for_each_token(rows):
                   "training.max_steps=3", "training.max_new_gen_tokens=16",
                   "training.num_samples_per_step=2", "data.num_validation=4"],
                  marks=pytest.mark.soak),
+    ["sharding.py", "--memory", "{}", "--shape", "small", "training.shard=true", *SHORT],
+    pytest.param(["sharding.py", "--steps", "1", "--shape", "small", *SHORT],
+                 marks=pytest.mark.soak),
+    ["sharding.py", "--traffic", "--shape", "qwen2.5-7b", "--ranks", "4"],
     pytest.param(["vocabulary.py", "--rows", "2", "--tokens", "16", "--shape", "small"],
                  marks=pytest.mark.soak),
 ])
@@ -191,6 +195,12 @@ def test_each_measurement_runs_and_ends_with_one_json_line(command, tmp_path):
     elif command[0] == "speedrun.py":
         steps, seconds, _ = zip(*answer["seeds"]["1"]["ours"]["curve"])
         assert steps == (0, 2, 3) and 0 == seconds[0] < seconds[1] < seconds[2]
+    elif "--traffic" in command:
+        weights = 7.6156e9 * 3 / 4
+        assert answer["DistributedDataParallel"] == pytest.approx(8 * weights / 1e9, rel=1e-3)
+        assert answer["sharded, weights"] == pytest.approx(16 * 8 * weights / 1e9, rel=1e-3)
+    elif command[0] == "sharding.py":
+        assert answer["step_ratio"] > 0 if "--steps" in command else answer["peak_gb"]["learn"] > 0
     else:
         assert answer["chunked"]["gradient_error"] < 1e-4 and VOCABULARY < 8192
 

@@ -159,7 +159,7 @@ def test_every_other_command_is_run_somewhere():
               "examples/exercise.py": "test_exercise.py",
               "bench/memory.py": "test_cost.py", "bench/experiments.py": "test_cost.py",
               "bench/estimators.py": "test_cost.py", "bench/pass_at_k.py": "test_cost.py",
-              "bench/variants.py": "test_cost.py",
+              "bench/variants.py": "test_cost.py", "bench/sharding.py": "test_cost.py",
               "mlflow ui": "test_logger.py", "> mine.jsonl": "test_examples.py"}
     for line in BASH:
         if line not in TRAINING:
