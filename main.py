@@ -127,8 +127,7 @@ TOKENS_PER_SLICE = 16  # after so many tokens the finished answers leave the bat
 def complete(sampler, prompts: list[list[int]], L: int, bar) -> list[list[int]]:
     """One completion of each prompt, by Hugging Face's `generate`. Equal prompts are read once."""
     settings = sampler.generation_config  # what `make_sampler` gave it, never the model's own
-    # (answers, time), padded on the left; and keys and values of all but the last token, as
-    # `generate` has to have one to read.
+    # (answers, time), padded on the left; and keys and values of all but the last token
     ids, mask, cache = read_prompts(sampler, prompts)
     completions: list[list[int]] = [[] for _ in prompts]
     unfinished = list(range(len(prompts)))  # which completion each place of the batch belongs to

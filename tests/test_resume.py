@@ -86,9 +86,9 @@ SAVING = [f"saving: {point}" for point in ("tensors", "written", "renamed", "syn
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("learning", [[], [*SIL, "training.refill=2"], ["training.shard=true"]],
-                         ids=["grpo", "sil", "sharded"])
+@pytest.mark.parametrize(("num_ranks", "learning"), [
+    *((n, learning) for n in (1, 2, 3) for learning in ([], [*SIL, "training.refill=2"])),
+    (2, ["training.shard=true"]), (3, ["training.shard=true"])], ids=str)
 def test_a_run_killed_twenty_times_equals_the_uninterrupted_one(num_ranks, learning, tmp_path):
     stream = random.Random(f"{num_ranks} {learning}")
     phases = {"sampling": ["sampling"] * 4,

@@ -275,5 +275,5 @@ def test_where_there_is_nothing_to_spread_or_only_adapters_one_line_says_so(tmp_
     assert "\ntraining.shard: one rank has nothing to share\n" in capsys.readouterr().out
     result = ranks(2, run_main, *keys, "run.name=b", "model.lora_rank=4")
     assert result.returncode == 0 and "nothing to share" not in result.stdout
-    assert ("training.shard: only what learns is spread, with model.lora_rank (4) the adapters; the "
-            "rest is whole on each GPU") in " ".join(result.stdout.split())
+    assert ("training.shard: only what learns is spread, with model.lora_rank (4) the adapters; "
+            "the rest is whole on each GPU") in " ".join(result.stdout.split())
