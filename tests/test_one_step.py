@@ -614,7 +614,8 @@ def test_with_the_keyboard_alone_everything_can_be_reached_and_arrow_keys_go_on(
         ".getBoundingClientRect()).map((box, i) => i ? box.top : box.bottom)")
     assert 0 < token <= below  # in sight, and not behind the inspector
 
-    browser.run("scrollTo(0, 0); document.body.focus()")
+    # from the top: Chromium 150 goes on from what was last scrolled into view
+    browser.run("scrollTo(0, 0); document.body.tabIndex = -1; document.body.focus()")
     for keys, reached in ((["Tab"], ["mode", "happened", True]),
                           (["ArrowRight"], ["mode", "against", True]),
                           (["Tab", " "], ["with-numbers", "on", True]),
