@@ -467,19 +467,18 @@ def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
     with errors_shared(in_turn=training.shard), log.phase("read"):  # a mistake of one ends them all
         task = load_task(config)
         model, tokenizer = load_model(config)
+        training_rows, validation_rows = load_questions(task, tokenizer, config, log.say)
+        check_lengths(training_rows + validation_rows, model, task, tokenizer, config)
+        contents = contents_of(task, training_rows + validation_rows, model, tokenizer, config)
         reference = make_reference(Policy, model, config) if training.kl_beta else None
         sampler = make_sampler(model, tokenizer, config)
         policy = Policy(model, config)
         sharded = Sharded(policy) if training.shard else None
-    with errors_shared(), log.phase("read"):
-        training_rows, validation_rows = load_questions(task, tokenizer, config, log.say)
-        check_lengths(training_rows + validation_rows, model, task, tokenizer, config)
     with log.phase("prepare"):
         policy = sharded or DistributedDataParallel(policy, gradient_as_bucket_view=True)
         optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, betas=training.adam_betas,
                                       weight_decay=training.weight_decay, fused=True)
         warm_up(policy, optimizer)  # buckets and moments are there from the start, resumed or not
-        contents = contents_of(task, training_rows + validation_rows, model, tokenizer, config)
         step, best = folder.restore(model, optimizer, contents)  # of the newest checkpoint, if any
         refresh_sampler(sampler, model)
     return Run(config, folder, log, task, tokenizer, training_rows, validation_rows, model, sampler,

@@ -107,8 +107,15 @@ class RunFolder:
 
     def restore(self, model, optimizer, contents: dict[str, str]) -> tuple[int, tuple]:
         """Loads the checkpoint, if any, from the disk of one rank: its step, how good best/ is.
-        `contents`: of what a run stands on and does not keep, see `contents_of`."""
-        self.contents = contents
+        `contents`, see `contents_of`, have to be those of all ranks, and as they were."""
+        self.contents, of_ranks = contents, [None] * WORLD_SIZE
+        dist.all_gather_object(of_ranks, contents)
+        with errors_shared():
+            for rank, others in enumerate(of_ranks):
+                if odd := [what for what in contents if others[what] != contents[what]]:
+                    raise UserError(f"{odd[0]} is not the same on rank {rank} as on rank {RANK}")
+        if not (self.config.model.lora_rank or self.config.training.kl_beta):
+            del contents["model.name: a weight"]  # the checkpoint holds all of them
         if self.checkpoint is None:
             return 0, NONE_KEPT
         (path, reader, saved), tensors = self.checkpoint, state_tensors(model, optimizer)
@@ -124,8 +131,9 @@ class RunFolder:
             for name, tensor in tensors.items() if RANK == reader else []:
                 if files[name].get_slice(name).get_shape() != list(tensor.shape):
                     raise ValueError(f"{name} has another shape")
-        for name, tensor in tensors.items():
-            fill(tensor, reader, lambda name=name: files[name].get_tensor(name))
+        with blame(f"{path} cannot be read", (OSError, SafetensorError)):
+            for name, tensor in tensors.items():
+                fill(tensor, reader, lambda name=name: files[name].get_tensor(name))
         return saved["step"], tuple(saved["best"]) if (self.path / "best").exists() else NONE_KEPT
 
     def save(self, run) -> None:

@@ -20,7 +20,6 @@ from machinery.disk import beside_main
 from machinery.errors import UserError, blame, theirs
 from machinery.ranks import WORLD_SIZE
 from machinery.settings import MOST, ROOT, Config
-from machinery.sharding import whole
 
 SECONDS_FOR_A_REWARD = 60  # after these one shows where it stands
 # Names that metrics and samples.jsonl have for something else than a part of the reward.
@@ -169,10 +168,9 @@ def contents_of(task, rows: list[dict], model, tokenizer, config: Config) -> dic
              ast.dump(ast.parse(Path(task.__file__).read_bytes())),
              "data.dataset: a question": json.dumps(rows, skipkeys=True, default=lambda value: (
                  getattr(value, "tolist", type(value).__name__.__str__)())),
-             "model.name: how the tokenizer reads a question": json.dumps(prompts)}
-    if config.model.lora_rank or config.training.kl_beta:  # else the checkpoint holds all weights
-        texts["model.name: a weight"] = str(
-            [torch.hash_tensor(whole(each)).view(torch.int64).item() for each in model.parameters()
-             if not (config.model.lora_rank and each.requires_grad)])
+             "model.name: how the tokenizer reads a question": json.dumps(prompts),
+             "model.name: a weight": str([
+                 torch.hash_tensor(each).view(torch.int64).item() for each in model.parameters()
+                 if not (config.model.lora_rank and each.requires_grad)])}
     return {what: hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
             for what, text in texts.items()}
