@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -25,13 +26,16 @@ class Sharded(nn.Module):
         super().__init__()
         frozen = {each for each in policy.parameters() if not each.requires_grad}
         how = {"mesh": init_device_mesh(DEVICE.type, (WORLD_SIZE,)), "ignored_params": frozen}
+        layers = [part for part in policy.modules() if isinstance(part, GradientCheckpointingLayer)]
         embeddings, output = (getattr(policy.model, f"get_{kind}_embeddings")()
                               for kind in ("input", "output"))
         with blame("training.shard: this model cannot be cut up"):
-            for part in policy.modules():
-                if isinstance(part, GradientCheckpointingLayer) or (
-                        part is embeddings and part.weight is not output.weight):
-                    fully_shard(part, **how)
+            if not layers:
+                raise ValueError("it has no layers")
+            for layer in reversed(layers):  # those within others first
+                fully_shard(layer, **how)
+            if embeddings.weight is not output.weight:  # its gradient takes no weights
+                fully_shard(embeddings, **how).set_unshard_in_backward(False)
             # True: a pass without a backward pass would leave whole weights, soon stale.
             self.module = fully_shard(policy, reshard_after_forward=True, **how)
         policy.model.is_sharded = True  # for `states_before`
@@ -39,7 +43,10 @@ class Sharded(nn.Module):
         self.no_sync = nullcontext
 
     def forward(self, answers: list):
-        return self.module(answers)
+        # What it is given is searched for tensors, rows and all: it gets what it reads alone.
+        return self.module([SimpleNamespace(prompt_ids=answer.prompt_ids,
+                                            completion_ids=answer.completion_ids)
+                            for answer in answers])
 
 
 def whole(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -49,13 +56,11 @@ def whole(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tenso
 
 def fill(tensor: torch.Tensor, source: int, read: Callable[[], torch.Tensor]) -> None:
     """Gives a tensor, whole or spread, the values that `read` returns on one rank. Collective."""
-    spread = isinstance(tensor, DTensor)
-    values = (torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if spread
-              else tensor)
+    values = whole(tensor)
     if RANK == source:
         values.copy_(read())
     dist.broadcast(values, source)
-    if spread:
+    if values is not tensor:
         tensor.copy_(distribute_tensor(values, tensor.device_mesh, tensor.placements,
                                        src_data_rank=None))
 

@@ -17,7 +17,7 @@ from test_resume import assert_stopped, interrupted, outcome, uninterrupted, wit
 
 import logger
 import main
-from machinery import checkpoints
+from machinery import checkpoints, sharding
 from machinery.launch import leave
 from machinery.ranks import RANK, join, part
 
@@ -267,6 +267,41 @@ def test_a_model_that_cannot_be_cut_up_and_a_wrong_value_are_one_line(
     assert start([*SMALL, f"run.dir={tmp_path}", "training.shard=true"]) == 2
     message = capsys.readouterr().err.splitlines()[-1]
     assert message.startswith("error: training.shard: this model cannot be cut up (")
+    monkeypatch.setattr(main, "load_model", load_model)
+    monkeypatch.setattr(sharding, "GradientCheckpointingLayer", type("OfNoModel", (), {}))
+    assert start([*SMALL, f"run.dir={tmp_path}", "training.shard=true"]) == 2
+    assert ("error: training.shard: this model cannot be cut up (ValueError: it has no layers)"
+            in capsys.readouterr().err)
+
+
+def run_with_its_own(what, *arguments):
+    """On the second rank something is not what it is on the first."""
+    load_model, load_questions = main.load_model, main.load_questions
+
+    def other_model(config):
+        model, tokenizer = load_model(config)
+        with torch.no_grad():
+            next(model.parameters())[0, 0] += 1
+        return model, tokenizer
+
+    def other_questions(*arguments):
+        training, validation = load_questions(*arguments)
+        return training[::-1], validation
+
+    if RANK == 1 and what == "weight":
+        main.load_model = other_model
+    elif RANK == 1:
+        main.load_questions = other_questions
+    run_main(*arguments)
+
+
+@pytest.mark.parametrize(("what", "says", "keys"), [
+    ("weight", "model.name: a weight", ["training.shard=true"]),  # nobody sends them his own
+    ("weight", "model.name: a weight", []), ("question", "data.dataset: a question", [])])
+def test_ranks_that_do_not_stand_on_the_same_are_refused(what, says, keys, tmp_path):
+    result = ranks(2, run_with_its_own, what, *SMALL, *keys, f"run.dir={tmp_path}")
+    assert result.codes == [2, 2] and result.stderr.count("error: ") == 1, result.stderr
+    assert f"error: {says} is not the same on rank 1 as on rank 0\n" in result.stderr
 
 
 def test_where_there_is_nothing_to_spread_or_only_adapters_one_line_says_so(tmp_path, capsys):
