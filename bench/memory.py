@@ -12,12 +12,14 @@ activations are what one and two layers keep for one and for two rows, counted o
 up. Of learning the peak is the highest of a few moments, see `learning_parts`.
 
 *Reserved* is what the allocator of a GPU takes for it, by a rule that nobody has measured on a GPU
-yet. With expandable segments (PYTORCH_ALLOC_CONF=expandable_segments:True) what is freed joins
-the free memory beside it, so one phase takes up what another has left, and pieces of all sizes fit.
-But what is asked for while its forerunner, a little smaller, is still held lies behind it, and
-leaves a hole. So of each phase the largest piece that comes and goes counts once more: a layer's
-keys and values, which move to a larger place every 16 tokens; a gradient of the projection, or a
-chunk of logits. Not in either: the 1 GB or so of a process with its libraries and CUDA's context.
+yet. With expandable segments (PYTORCH_ALLOC_CONF=expandable_segments:True) what is freed joins the
+free memory beside it, so one phase takes up what another has left, and pieces of all sizes fit. But
+what is asked for while its forerunner, a little smaller, is still held lies behind it, and leaves a
+hole. So of each phase the largest piece that comes and goes counts once more: a layer's keys and
+values, which move to a larger place every 16 tokens; a gradient of the projection, or a chunk of
+logits. And what was asked for on one stream serves no other: sharded weights come through a buffer
+of a stream of their own, which holds the projection and the embeddings. Not in either: the 1 GB or
+so of a process with its libraries and CUDA's context.
 
 `--measure` compares allocated with allocated: on a CPU each operation's tensors are counted as they
 come and go, see `LiveBytes`; nothing is reserved there."""
@@ -164,14 +166,14 @@ def learning_parts(config, model_config, model, prompt: int) -> dict[str, float]
                {**always, "logits, a chunk": chunk, "weights cast to bfloat16": held,
                 "gradient of the projection": gradient * (logits > LOGITS_PER_CHUNK)},
                # that of the chunks so far, that of this one, and their sum
-               {**always, "weights cast to bfloat16": held,
+               {**always, "weights cast to bfloat16": held, "a layer, ahead of time": layer,
                 "gradients of the projection": gradient * (3 if logits > LOGITS_PER_CHUNK else 1)},
                # of a sharded one the weights, those of the next, as they come and as they are laid
                # out, and twice its gradients, as they are and as they are sent
                {**always, "a layer, in the backward pass": at_a_layer + 5 * layer,
                 "weights cast to bfloat16": held, "gradient of the projection": gradient},
                {"the projection, whole": projection, "gradient of the projection": projection,
-                "embeddings, their gradient, and as it is sent": 3 * embeddings or projection})
+                "embeddings, their gradient, and as it is sent": 2 * embeddings or projection})
     return max(moments, key=lambda moment: sum(moment.values()))
 
 
@@ -208,7 +210,9 @@ def forecast(config, model_config, prompt: int, ranks: int = 1) -> dict[str, dic
     phases = {"always": always,
               "while sampling": sampling_parts(config, model_config, prompt, sampled),
               "while evaluating": sampling_parts(config, model_config, prompt, held_out),
-              "while learning": learning_parts(config, model_config, model, prompt)}
+              "while learning": learning_parts(config, model_config, model, prompt),
+              "reserved besides": {"where weights are gathered": sum(
+                  whole_while_it_runs(config, model_config, model)[:2])}}
     return {phase: {name: size / 1e9 for name, size in parts.items() if size}
             for phase, parts in phases.items()}
 
@@ -227,14 +231,15 @@ def reference_bytes(config, model) -> int:
 
 def peaks(table: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     """GB allocated and reserved, by phase: see the head."""
-    always, result = sum(table["always"].values()), {"allocated": {}, "reserved": {}}
+    always, besides = (sum(table[name].values()) for name in ("always", "reserved besides"))
+    result = {"allocated": {}, "reserved": {}}
     for phase in ("sampling", "evaluating", "learning"):
         parts = table[f"while {phase}"]
         moved = (parts["a layer's, while rows leave"] if phase != "learning" else
                  max(parts.get("gradients of the projection", 0),
                      parts.get("logits, a chunk", 0)) / 3)
         result["allocated"][phase] = round(always + sum(parts.values()), 4)
-        result["reserved"][phase] = round(always + sum(parts.values()) + moved, 4)
+        result["reserved"][phase] = round(always + sum(parts.values()) + moved + besides, 4)
     return result
 
 
@@ -274,6 +279,8 @@ if __name__ == "__main__":
                  beside_main(settings.model.name)).get_text_config())
     table = forecast(settings, shape, options.prompt, options.ranks)
     for phase, parts in table.items():
+        if not parts:  # nothing is sharded
+            continue
         say(f"{phase}: {sum(parts.values()):.2f} GB")
         for name, size in parts.items():
             say(f"    {name:<46} {size:8.2f} GB")

@@ -171,10 +171,12 @@ def traffic(shape: str, ranks: int, micro_batches: int) -> None:
         model = transformers.AutoModelForCausalLM.from_config(
             transformers.Qwen2Config(**SHAPES[shape]))
     weights = sum(map(torch.numel, model.parameters()))
-    share = (ranks - 1) / ranks * weights / 1e9
+    share, once = (ranks - 1) / ranks * weights / 1e9, 0.0
+    if not model.config.tie_word_embeddings:  # they are gathered for the forward pass alone
+        once = model.get_input_embeddings().weight.numel() / weights
     # Forward and backward pass gather float32 weights, and its gradients are scattered.
     kinds = {"DistributedDataParallel": 2 * 4 * share,
-             "sharded, weights": 2 * 4 * share * micro_batches,
+             "sharded, weights": (2 - once) * 4 * share * micro_batches,
              "sharded, gradients": 4 * share * micro_batches, "sharded, sampler": 2 * share}
     for kind, size in kinds.items():
         say(f"{kind:<26} {size:7.1f} GB: {size * 1e9 / NVLINK:6.2f} s at {NVLINK / 1e9:.0f} GB/s, "
