@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from machinery.disk import appearing, files_of, find_checkpoints, newest_checkpoint
 from machinery.errors import UserError, blame
 from machinery.policy import NOTHING
-from machinery.ranks import LOCAL_RANK, RANK, WORLD_SIZE, errors_shared, over_ranks
+from machinery.ranks import LOCAL_RANK, RANK, WORLD_SIZE, errors_shared
 from machinery.settings import ADVICE, FREE_KEYS, Config, default_run_name, flatten
 from machinery.sharding import fill, gathered
 from machinery.tasks import encode_prompt
@@ -115,7 +115,7 @@ class RunFolder:
                 if odd := [what for what in contents if others[what] != contents[what]]:
                     raise UserError(f"{odd[0]} is not the same on rank {rank} as on rank {RANK}")
         if not (self.config.model.lora_rank or self.config.training.kl_beta):
-            del contents["model.name: a weight"]  # the checkpoint holds all of them
+            contents.pop("model.name: a weight", None)  # the checkpoint holds all of them
         if self.checkpoint is None:
             return 0, NONE_KEPT
         (path, reader, saved), tensors = self.checkpoint, state_tensors(model, optimizer)
@@ -125,10 +125,8 @@ class RunFolder:
             self._refuse(other)
         self.changes += other
         with errors_shared(), blame(f"{path} is of another model than {self.config.model.name!r}"):
-            files = {}  # by the names of what they hold
-            for file in files_of(path, saved) if RANK == reader else []:
-                files |= dict.fromkeys(file.keys(), file)
-            for name, tensor in tensors.items() if RANK == reader else []:
+            files = files_of(path, saved) if RANK == reader else {}
+            for name, tensor in tensors.items() if files else ():
                 if files[name].get_slice(name).get_shape() != list(tensor.shape):
                     raise ValueError(f"{name} has another shape")
         with blame(f"{path} cannot be read", (OSError, SafetensorError)):
@@ -143,8 +141,6 @@ class RunFolder:
             logprobs, _ = run.policy.module([NOTHING])
         if not logprobs.isfinite().all():  # on every rank, or on none
             raise UserError(f"after step {run.step} {ADVICE['out_of_range']}")
-        if over_ranks([RANK == 0 and path.exists()]) == [1]:
-            return
         parts = gathered(state_tensors(run.model, run.optimizer), BYTES_OF_A_FILE)
         if RANK != 0:
             list(parts)  # takes part; there are none here

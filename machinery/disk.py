@@ -39,10 +39,12 @@ def newest_checkpoint(folder: Path, is_ours: bool) -> tuple[Path, int, dict] | N
     return None
 
 
-def files_of(checkpoint: Path, state: dict) -> list:
-    """Its tensors, which are read when asked for. Refuses what is missing, cut or garbled."""
+def files_of(checkpoint: Path, state: dict) -> dict:
+    """The file of each of its tensors, which are read when asked for. Refuses what is missing, cut
+    or garbled."""
     names = state.get("files", ["tensors.safetensors"])  # one was all, before 2026-11-24
-    return [safe_open(checkpoint / name, "pt") for name in names]
+    files = [safe_open(checkpoint / name, "pt") for name in names]
+    return {tensor: file for file in files for tensor in file.keys()}
 
 
 @contextmanager

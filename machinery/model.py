@@ -50,8 +50,6 @@ def load_model(config: Config):
         raise UserError(f"model.name={name!r} lacks the weights {', '.join(missing)}")
     if tokenizer.eos_token_id is None:
         raise UserError(f"model.name={name!r}: no answer could end without an end-of-text token")
-    if config.data.prompt_style == "chat" and not tokenizer.chat_template:
-        raise UserError(f"data.prompt_style='chat': {name!r} has no chat template; write base")
     if config.model.lora_rank:
         add_adapters(model, config)
     if config.model.gradient_checkpointing:

@@ -67,14 +67,13 @@ def fill(tensor: torch.Tensor, source: int, read: Callable[[], torch.Tensor]) ->
 
 def gathered(tensors: dict[str, torch.Tensor], most: int):
     """The tensors, whole, on the CPU of rank 0, in parts of at most so many bytes. Collective."""
-    part, size = {}, 0
+    part = {}
     for name, tensor in tensors.items():
         values = whole(tensor)
         if RANK == 0:
-            if part and size + values.nbytes > most:
+            if part and sum(each.nbytes for each in part.values()) + values.nbytes > most:
                 yield part
                 part.clear()  # which whoever took it still holds
-                size = 0
-            part[name], size = values.cpu().contiguous(), size + values.nbytes
+            part[name] = values.cpu().contiguous()
     if part:
         yield part

@@ -68,7 +68,8 @@ def encode_prompt(row: dict, task, tokenizer, config: Config) -> list[int]:
     messages = [{"role": "user", "content": row["prompt"].removesuffix(reply_start).rstrip()}]
     if system := getattr(task, "SYSTEM_MESSAGE", None):
         messages.insert(0, {"role": "system", "content": system})
-    with blame("data.prompt_style: this tokenizer's template does not take this task's messages"):
+    with blame("data.prompt_style='chat': no chat template of this tokenizer takes this task's "
+               "messages; write base"):
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     if not text.rstrip().endswith(reply_start):  # some templates open the thinking themselves
         text += reply_start
