@@ -534,7 +534,8 @@ def command(arguments: list[str]) -> int:
                 own, _ = ask.settings_of(Path(folder))
                 keys = [*(word for path in options.config for word in ("--config", path)),
                         *own, *options.keys]
-                config = main.load_config([*keys, f"model.name={json.dumps(folder)}"])
+                config = main.load_config([*keys, f"model.name={json.dumps(folder)}",
+                                           "training.shard=false"])
                 known[name] = measured(
                     config, options.questions, options.answers, options.rounds, options.batches,
                     main.load_config(keys).model.name if own else folder)

@@ -95,7 +95,8 @@ def model_of_shape(shape: str):
             **SHAPES[shape], max_position_embeddings=32_768, eos_token_id=tokenizer.eos_token_id)
         dtype = torch.bfloat16 if config.model.precision == "bfloat16" else torch.float32
         torch.manual_seed(0)
-        with torch.device("cpu") if config.training.shard else DEVICE:  # as main.load_model
+        spread = config.training.shard and not config.model.lora_rank  # as main.load_model
+        with torch.device("cpu") if spread else DEVICE:
             model = transformers.AutoModelForCausalLM.from_config(model_config, dtype=dtype)
             if config.model.lora_rank:
                 add_adapters(model, config)

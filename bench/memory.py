@@ -133,12 +133,13 @@ def activations(config, model_config, prompt: int, rows: int) -> tuple[float, fl
         for layers in (1, 2) for answers in (2, 4))
     layers, questions = (model_config.num_hidden_layers,
                          min(rows, config.training.num_samples_per_step))
+    at_once = rows if config.training.shard else min(rows, ANSWERS_PER_PASS)
     # what a row adds, with one layer and with two, and from these with all; a question likewise
     row, row_of_two = (one_doubled - one) / 2, (two_doubled - two) / 2
     question, question_of_two = one - 2 * row, two - 2 * row_of_two
     return (rows * (row + (layers - 1) * (row_of_two - row))
             + questions * (question + (layers - 1) * (question_of_two - question)),
-            min(rows, ANSWERS_PER_PASS) * max(0, more_doubled - more) / 2)
+            at_once * max(0, more_doubled - more) / 2)
 
 
 def learning_parts(config, model_config, model, prompt: int) -> dict[str, float]:
@@ -161,13 +162,15 @@ def learning_parts(config, model_config, model, prompt: int) -> dict[str, float]
     projection, embeddings, layer = whole_while_it_runs(config, model_config, model)
     if config.training.shard:  # where each is cast anew
         casts = max(held, gradient / 2 if precision == "mixed" else 0)
+    # that of a chunk, and the sum with those so far; cast anew it comes in bfloat16, and is added
+    more = gradient * (1.5 if config.training.shard and precision == "mixed" else 2)
     always = {"activations": kept, "the projection, whole": projection}
     moments = ({**always, "logits, a chunk": chunk, "weights cast to bfloat16": casts},
                {**always, "logits, a chunk": chunk, "weights cast to bfloat16": held,
                 "gradient of the projection": gradient * (logits > LOGITS_PER_CHUNK)},
-               # that of the chunks so far, that of this one, and their sum
                {**always, "weights cast to bfloat16": held, "a layer, ahead of time": layer,
-                "gradients of the projection": gradient * (3 if logits > LOGITS_PER_CHUNK else 1)},
+                "gradient of the projection": gradient,
+                "that of a chunk, as it is added": more * (logits > LOGITS_PER_CHUNK)},
                # of a sharded one the weights, those of the next, as they come and as they are laid
                # out, and twice its gradients, as they are and as they are sent
                {**always, "a layer, in the backward pass": at_a_layer + 5 * layer,
@@ -236,8 +239,8 @@ def peaks(table: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     for phase in ("sampling", "evaluating", "learning"):
         parts = table[f"while {phase}"]
         moved = (parts["a layer's, while rows leave"] if phase != "learning" else
-                 max(parts.get("gradients of the projection", 0),
-                     parts.get("logits, a chunk", 0)) / 3)
+                 max(parts.get("logits, a chunk", 0) / 3, parts["gradient of the projection"]
+                     if parts.get("that of a chunk, as it is added") else 0))
         result["allocated"][phase] = round(always + sum(parts.values()), 4)
         result["reserved"][phase] = round(always + sum(parts.values()) + moved + besides, 4)
     return result
@@ -289,6 +292,8 @@ if __name__ == "__main__":
         say(f"{kind}, peak: {max(phases.values()):.2f} GB, while {max(phases, key=phases.get)}")
     result = {"forecast_gb": total["allocated"], "forecast_reserved_gb": total["reserved"],
               "parts_gb": table}
+    if options.measure and settings.training.shard and DEVICE.type == "cpu":
+        parser.error("what is sharded cannot be counted on a CPU: see bench/sharding.py --memory")
     if options.measure:
         result |= measured_peaks(arguments, options.shape)
         say(f"measured: {json.dumps(result['measured_gb'])} "

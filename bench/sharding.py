@@ -144,10 +144,10 @@ def timed(shape: str | None, steps: int, arguments: list[str]) -> dict:
     whole = make_run([*arguments, "training.shard=false"], shape)
     sharded = main.prepare(load_config([*arguments, *NEVER_EVALUATE, "training.shard=true"]),
                            NO_FOLDER, SilentLog())
-    torch.set_autocast_cache_enabled(True)
     seconds = {name: [] for name in ("whole", "sharded", "learn_whole", "learn_sharded")}
     for _ in range(steps + 1):
         for name, run in (("whole", whole), ("sharded", sharded)):
+            torch.set_autocast_cache_enabled(name == "whole")  # which `Sharded` has switched off
             synchronise()
             started = time.perf_counter()
             main.training_step(run)

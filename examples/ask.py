@@ -55,7 +55,7 @@ def load(path: Path) -> SimpleNamespace:
             else str(path))
     config = main.load_config([
         *settings, f"model.name={json.dumps(name)}", "model.lora_rank=0",
-        "model.precision=float32", "model.attention=null"])
+        "model.precision=float32", "model.attention=null", "training.shard=false"])
     model, tokenizer = main.load_model(config)
     if adapters.exists():
         model.load_adapter(str(path))

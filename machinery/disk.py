@@ -44,7 +44,7 @@ def files_of(checkpoint: Path, state: dict) -> dict:
     or garbled."""
     names = state.get("files", ["tensors.safetensors"])  # one was all, before 2026-11-24
     files = [safe_open(checkpoint / name, "pt") for name in names]
-    return {tensor: file for file in files for tensor in file.keys()}
+    return {tensor: file for file in files for tensor in file.offset_keys()}
 
 
 @contextmanager

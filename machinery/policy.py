@@ -110,8 +110,8 @@ def states_before(model, answers: list) -> tuple[torch.Tensor, torch.Tensor]:
     """The states from which the model predicts each token of the answers, (tokens, width), and
     these tokens, (tokens,), answer after answer. Equal prompts are read once."""
     ids, mask, which = pad_prompts([answer.prompt_ids for answer in answers], model.device)
-    # With gradient checkpointing layers refuse a cache: every answer reads its prompt itself. A
-    # sharded layer can run but once before its backward pass.
+    # With gradient checkpointing layers refuse a cache: every answer reads its prompt itself.
+    # Sharded ones meet the other ranks at each pass: of a micro-batch all make one, and no more.
     once = getattr(model, "is_sharded", False)
     cache = None if once or model.is_activation_checkpointing else read_prefix(model, ids, mask)
     states, at_once = [], len(answers) if once else ANSWERS_PER_PASS

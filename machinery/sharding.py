@@ -24,7 +24,8 @@ class Sharded(nn.Module):
 
     def __init__(self, policy: nn.Module):
         super().__init__()
-        frozen = {each for each in policy.parameters() if not each.requires_grad}
+        learning, frozen = ({each for each in policy.parameters() if each.requires_grad == learns}
+                            for learns in (True, False))
         how = {"mesh": init_device_mesh(DEVICE.type, (WORLD_SIZE,)), "ignored_params": frozen}
         layers = [part for part in policy.modules() if isinstance(part, GradientCheckpointingLayer)]
         embeddings, output = (getattr(policy.model, f"get_{kind}_embeddings")()
@@ -32,12 +33,17 @@ class Sharded(nn.Module):
         with blame("training.shard: this model cannot be cut up"):
             if not layers:
                 raise ValueError("it has no layers")
+            if len({each.dtype for each in learning}) > 1:
+                raise ValueError("it holds several types; model.precision=mixed has but one")
             for layer in reversed(layers):  # those within others first
                 fully_shard(layer, **how)
-            if embeddings.weight is not output.weight:  # its gradient takes no weights
+            # Where they learn, and are not the output, too: their gradient takes no weights.
+            if embeddings.weight in learning - {output.weight}:
                 fully_shard(embeddings, **how).set_unshard_in_backward(False)
             # True: a pass without a backward pass would leave whole weights, soon stale.
             self.module = fully_shard(policy, reshard_after_forward=True, **how)
+        for each in frozen:
+            each.data = each.data.to(DEVICE)
         policy.model.is_sharded = True  # for `states_before`
         torch.set_autocast_cache_enabled(False)  # which would hold all weights in bfloat16
         self.no_sync = nullcontext

@@ -79,7 +79,7 @@ def encode_prompt(row: dict, task, tokenizer, config: Config) -> list[int]:
 def load_questions(task, tokenizer, config: Config, say) -> tuple[list[dict], list[dict]]:
     """Training and validation rows, the same on every rank, with no problem on both sides."""
     data, load = config.data, f"task.name={config.task.name!r}: its load()"
-    with theirs(f"{load} fails, or gives no dictionaries with a prompt"):
+    with theirs(f"{load} fails, or gives no dictionaries with a prompt, and a problem with a hash"):
         try:
             rows = list(task.load(beside_main(data.dataset), data.max_rows))
         except ValueError as error:
@@ -95,10 +95,8 @@ def load_questions(task, tokenizer, config: Config, say) -> tuple[list[dict], li
                 f"{len(lengths):,} questions")
         by_problem: dict[object, list[dict]] = {}
         for row in rows:
-            problem = row.get("problem", row["prompt"])
-            with blame(f"{load}: the problem {problem!r} has no hash, as a text or a tuple has",
-                       (TypeError,)):
-                by_problem.setdefault(problem, []).append(row)
+            problem = row.get("problem", row["prompt"])  # which may be a tuple, but no list
+            by_problem.setdefault(problem, []).append(row)
     problems = list(by_problem)
     random.Random(f"{config.training.seed} split").shuffle(problems)
     held_out, learned = problems[:data.num_validation], problems[data.num_validation:]
@@ -118,7 +116,7 @@ def load_questions(task, tokenizer, config: Config, say) -> tuple[list[dict], li
 
 def check_lengths(rows: list[dict], model, task, tokenizer, config: Config) -> None:
     """A prompt and the longest answer to it have to fit into what the model can read."""
-    known = model.get_input_embeddings().num_embeddings
+    known = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > known:  # which does no harm where none of the others comes up
         highest = max(tokenizer.eos_token_id, max(max(
             encode_prompt(row, task, tokenizer, config), default=0) for row in rows))

@@ -56,7 +56,10 @@ def test_it_asks_best_of_the_newest_run_or_the_model_named(tmp_path, monkeypatch
         assert ask.ask(words) == 2 and says in capsys.readouterr().err
     sums = tmp_path / "runs" / "sums"
     shutil.copytree(ROOT / "tiny" / "model", sums / "best")
-    (sums / "config.yaml").write_text("task: {name: sums.py}\ntraining: {max_new_gen_tokens: 8}\n")
+    (sums / "config.yaml").write_text("task: {name: sums.py}\ntraining: {max_new_gen_tokens: 8, "
+                                      "shard: true}\n")
+    asked = ask.load(sums / "best")  # alone, with nobody to share with: its weights once
+    assert not asked.config.training.shard
     assert ask.newest_best() == ask.Path("runs/a/best")  # the newest of Countdown
     assert ask.ask(["--model", "runs/sums/best", "3", "7", "25", "=", "88"]) == 0
     said = capsys.readouterr().out

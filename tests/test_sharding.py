@@ -125,6 +125,17 @@ def test_with_ranks_that_have_less_to_learn_or_nothing(num_ranks, tmp_path):
     assert max(errors.values()) < WITHIN, errors
 
 
+@pytest.mark.parametrize("keys", [
+    [], pytest.param([MIXED], marks=pytest.mark.soak),
+    pytest.param(["model.lora_rank=4", "model.lora_targets=[embed_tokens,q_proj]"],
+                 marks=pytest.mark.soak)], ids=str)
+def test_of_a_model_whose_embeddings_are_not_its_projection(keys, tmp_path, model_folder):
+    """They are gathered for the forward pass alone, unless adapters need them in the other, too."""
+    settings = [MANY, f"model.name={model_folder('llama')}", "model.gradient_checkpointing=true"]
+    errors = compare(2, tmp_path, [*settings, *keys], run_with_odd_rewards)
+    assert max(errors.values()) < WITHIN, errors
+
+
 # ---------------------------------------------------------------- its folder
 
 def restore_and_save(*arguments):
@@ -267,6 +278,17 @@ def test_a_model_that_cannot_be_cut_up_and_a_wrong_value_are_one_line(
     assert start([*SMALL, f"run.dir={tmp_path}", "training.shard=true"]) == 2
     message = capsys.readouterr().err.splitlines()[-1]
     assert message.startswith("error: training.shard: this model cannot be cut up (")
+
+    def of_two_types(config):
+        model, tokenizer = load_model(config)
+        model.model.norm.float()
+        return model, tokenizer
+
+    monkeypatch.setattr(main, "load_model", of_two_types)
+    keys = [*SMALL, f"run.dir={tmp_path}", "training.shard=true", "model.precision=bfloat16"]
+    assert start(keys) == 2
+    assert ("cut up (ValueError: it holds several types; model.precision=mixed has but one)"
+            in capsys.readouterr().err)
     monkeypatch.setattr(main, "load_model", load_model)
     monkeypatch.setattr(sharding, "GradientCheckpointingLayer", type("OfNoModel", (), {}))
     assert start([*SMALL, f"run.dir={tmp_path}", "training.shard=true"]) == 2
