@@ -14,16 +14,16 @@ The algorithm, once per step:
 That is Dr. GRPO. What it leaves out of GRPO as first published, and the key of `training` that
 brings it back:
   - dividing by the group's standard deviation, which favours questions that are nearly always or
-    nearly never solved (MaxRL's division by the mean favours the latter)      scale_rewards
+    nearly never solved (by its mean, MaxRL: nearly never)                     scale_rewards
   - dividing by each answer's length, which favours long wrong answers         loss_normalizer
   - the ratio to the policy before the batch's first update, and its clipping: with one update
     (mu = 1) the ratio is always 1                             updates_per_batch, clip, ratio
   - the KL penalty: it needs a second model, and rewards computed from the answer leave no reward
     model to fool                                                              kl_beta, kl_in
 With `learning_type: sil` step 4 becomes self-imitation: the k best of n answers get advantage 1 if
-their reward is above 0 (so a wrong one too, where form alone earns something) and are all that is
-learned from. With `mask_truncated` an answer that was cut off counts, but has no gradient; with
-`refill` other questions take the place of those solved by all answers or by none (DAPO).
+their reward is above 0, and are all that is learned from. With `mask_truncated` an answer that was
+cut off counts, but has no gradient; with `refill` other questions take the place of those solved by
+all answers or by none (DAPO).
 
     torchrun --nproc-per-node=4 main.py                     four GPUs, or four processes on a CPU
     python main.py --config my.yaml training.seed=1         one rank; keys laid over config.yaml
@@ -34,8 +34,10 @@ unread: settings, ranks, checkpoints, signals, and for the algorithm these funct
   states_before, project       the state from which each token is predicted; and its logits,
   in_chunks                    which never exist for all tokens at once
   make_micro_batches           answers of similar length, as many together as fit
-  in_step, whole               as many of them on each rank; all of a tensor: for training.shard
-  hand_to_answers              a tensor of all their tokens, (tokens,), detached, each its part
+  in_step                      adds idle ones where a rank has none; with `shard`, less than others
+  hand_to_answers              splits a tensor of all their tokens, (tokens,), among the answers
+  Sharded, whole               `shard`, in place of DDP: a rank keeps but a part of each weight, and
+                               every pass gathers them; and all of such a tensor
   over_ranks, random_stream    sums over ranks; random numbers as a function of seed, step, rank
 Functions that say "Collective" meet the other ranks: all have to call them, in the same order.
 """
@@ -100,7 +102,7 @@ class Run:
     validation_rows: list[dict]
     model: nn.Module
     sampler: nn.Module               # what answers are drawn from: the model, or a bfloat16 copy
-    policy: DistributedDataParallel  # or `Sharded`, of a `Policy`: answers -> log pi, entropies
+    policy: DistributedDataParallel  # or Sharded: a `Policy`, whose gradients all ranks share
     reference: Callable | None       # the same of the model as it was loaded: for the KL term
     optimizer: torch.optim.Optimizer
     step: int                        # training steps done
@@ -184,8 +186,7 @@ def score(answers: list[Trajectory], task, bar) -> None:
 
 def refill(run: Run, groups: list[list[Trajectory]], step: int, bar) -> tuple[list, list]:
     """Returns the groups, but in place of those whose answers are all alike in SOLVED (not in
-    reward: form alone is worth no question) groups of newly drawn questions, after up to `refill`
-    rounds; and those replaced. What a round draws is a function of (seed, step, rank, round)."""
+    reward: form alone is worth no question) groups of newly drawn questions; and those replaced."""
     G, solved, replaced = run.config.training.k_best_of_n[1], run.task.SOLVED, []
     for attempt in range(run.config.training.refill):
         alike = [i for i, group in enumerate(groups)
@@ -226,8 +227,7 @@ def compute_advantages(group: list[Trajectory], training: TrainingSettings,
 # ---------------------------------------------------------------- 5. the loss
 
 class Policy(nn.Module):
-    """pi as the learner sees it. All of it happens inside the module that DDP wraps: gradients of
-    what is computed outside are not shared between ranks."""
+    """pi as the learner sees it, all of it inside DDP: gradients from outside are not shared."""
 
     def __init__(self, model: nn.Module, config: Config):
         super().__init__()
@@ -301,8 +301,7 @@ def policy_loss(logprobs: torch.Tensor, batch: list[Trajectory], B: int, T: int,
 # ---------------------------------------------------------------- 6. its gradient
 
 def learned_from(answers: list[Trajectory], training: TrainingSettings) -> list[Trajectory]:
-    """Those that have a gradient: with an advantage, or, for a KL term, any; but none that is
-    masked."""
+    """Those that have a gradient: an advantage or a KL term, and no mask."""
     return [answer for answer in answers if (answer.advantage or training.kl_beta)
             and not (training.mask_truncated and answer.truncated)]
 
@@ -321,10 +320,11 @@ def policy_gradient(run: Run, answers: list[Trajectory], bar) -> dict[str, float
     policy.train()
     policy.zero_grad(set_to_none=False)  # None would allocate them again, beside DDP's buckets
     totals = {}
-    # Every rank owes the others exactly one synchronised backward pass an update, and with sharded
-    # weights every pass: one with nothing left to learn is idle, on an answer with a loss of 0.
-    micro_batches, idle = make_micro_batches(learned, training.tokens_per_micro_batch), answers[:1]
-    micro_batches = in_step(micro_batches, idle, training.shard)
+    # All ranks meet in the last backward pass, and with sharded weights in every pass. One with
+    # nothing left to learn joins them idly: with an answer, and a loss of 0.
+    idle = answers[:1]
+    micro_batches = in_step(make_micro_batches(learned, training.tokens_per_micro_batch), idle,
+                            training.shard)
     for i, batch in enumerate(micro_batches):
         # The ranks' gradients meet once, at the last. `no_sync` has to wrap the forward pass too:
         # that is where DDP makes ready to share.
@@ -407,8 +407,7 @@ def evaluation_step(run: Run) -> None:
 # ---------------------------------------------------------------- the loop
 
 def training_step(run: Run) -> dict[str, float]:
-    """The algorithm of the head of this file, line by line. Returns what its last update was like.
-    Collective."""
+    """The head of this file, line by line. Returns what its last update was like. Collective."""
     config, training, step = run.config, run.config.training, run.step + 1
     N, G = training.num_samples_per_step, training.k_best_of_n[1]  # k is for sil alone
     stream = random_stream(training.seed, step, "train")  # seeds torch, which samples, too
@@ -437,9 +436,8 @@ def training_step(run: Run) -> dict[str, float]:
 
 
 def train(run: Run) -> int:
-    """From where the run stands to its last step. A step ends with its evaluation, and is saved
-    after it, so that going on from there repeats nothing. Returns how many of the last steps were
-    not finite, those without a signal aside. Collective."""
+    """From where the run stands to its last step. A step is saved after its evaluation, so that
+    going on repeats nothing. Returns how many of the last steps were not finite. Collective."""
     training, bad_steps = run.config.training, 0
     evaluated = over_ranks([run.log.evaluated(run.step)], dist.ReduceOp.MAX) == [1]  # rank 0 knows
     if not evaluated and (run.step == 0 or run.step >= training.max_steps):  # none, or killed
@@ -473,7 +471,7 @@ def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
         reference = make_reference(Policy, model, config) if training.kl_beta else None
         sampler = make_sampler(model, tokenizer, config)
         policy = Policy(model, config)
-        sharded = Sharded(policy) if training.shard else None
+        sharded = Sharded(policy) if training.shard else None  # leaves room for the next rank
     with log.phase("prepare"):
         policy = sharded or DistributedDataParallel(policy, gradient_as_bucket_view=True)
         optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, betas=training.adam_betas,
