@@ -142,10 +142,10 @@ def activations(config, model_config, prompt: int, rows: int) -> tuple[float, fl
             at_once * max(0, more_doubled - more) / 2)
 
 
-def learning_parts(config, model_config, model, prompt: int) -> dict[str, float]:
+def learning_parts(config, model_config, model, prompt: int) -> tuple[dict[str, float], float]:
     """At the highest of five moments: a chunk of logits in the forward pass; one in the backward
     pass; the projection's gradients; a layer's backward pass; and, with sharded weights, its end,
-    when no activations are left."""
+    when no activations are left. And how much more is reserved, perhaps at another."""
     training, precision = config.training, config.model.precision
     length, vocabulary = prompt + training.max_new_gen_tokens, model_config.vocab_size
     rows = min(max(1, training.tokens_per_micro_batch // length),
@@ -177,7 +177,14 @@ def learning_parts(config, model_config, model, prompt: int) -> dict[str, float]
                 "weights cast to bfloat16": held, "gradient of the projection": gradient},
                {"the projection, whole": projection, "gradient of the projection": projection,
                 "embeddings, their gradient, and as it is sent": 2 * embeddings or projection})
-    return max(moments, key=lambda moment: sum(moment.values()))
+
+    def moves(moment: dict[str, float]) -> float:
+        return max(moment.get("logits, a chunk", 0) / 3, moment["gradient of the projection"]
+                   if moment.get("that of a chunk, as it is added") else 0)
+
+    highest = max(moments, key=lambda moment: sum(moment.values()))
+    reserved = max(sum(moment.values()) + moves(moment) for moment in moments)
+    return highest, reserved - sum(highest.values())
 
 
 def sampling_parts(config, model_config, prompt: int, rows: int) -> dict[str, float]:
@@ -210,12 +217,15 @@ def forecast(config, model_config, prompt: int, ranks: int = 1) -> dict[str, dic
               "reference model": reference_bytes(config, model)}
     held_out = -(-config.data.num_validation // ranks) * config.validation.best_of_n
     sampled = training.num_samples_per_step * training.k_best_of_n[1]
+    learning_peak, moves = learning_parts(config, model_config, model, prompt)
     phases = {"always": always,
               "while sampling": sampling_parts(config, model_config, prompt, sampled),
               "while evaluating": sampling_parts(config, model_config, prompt, held_out),
-              "while learning": learning_parts(config, model_config, model, prompt),
-              "reserved besides": {"where weights are gathered": sum(
-                  whole_while_it_runs(config, model_config, model)[:2])}}
+              "while learning": learning_peak,
+              "reserved besides": {
+                  "where weights are gathered": sum(
+                      whole_while_it_runs(config, model_config, model)[:2]),
+                  "while learning, what comes and goes": moves}}
     return {phase: {name: size / 1e9 for name, size in parts.items() if size}
             for phase, parts in phases.items()}
 
@@ -234,15 +244,15 @@ def reference_bytes(config, model) -> int:
 
 def peaks(table: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     """GB allocated and reserved, by phase: see the head."""
-    always, besides = (sum(table[name].values()) for name in ("always", "reserved besides"))
+    always, besides = sum(table["always"].values()), table["reserved besides"]
     result = {"allocated": {}, "reserved": {}}
     for phase in ("sampling", "evaluating", "learning"):
         parts = table[f"while {phase}"]
-        moved = (parts["a layer's, while rows leave"] if phase != "learning" else
-                 max(parts.get("logits, a chunk", 0) / 3, parts["gradient of the projection"]
-                     if parts.get("that of a chunk, as it is added") else 0))
+        more = besides.get("where weights are gathered", 0) + (
+            besides.get("while learning, what comes and goes", 0) if phase == "learning"
+            else parts["a layer's, while rows leave"])
         result["allocated"][phase] = round(always + sum(parts.values()), 4)
-        result["reserved"][phase] = round(always + sum(parts.values()) + moved + besides, 4)
+        result["reserved"][phase] = round(always + sum(parts.values()) + more, 4)
     return result
 
 
@@ -282,8 +292,6 @@ if __name__ == "__main__":
                  beside_main(settings.model.name)).get_text_config())
     table = forecast(settings, shape, options.prompt, options.ranks)
     for phase, parts in table.items():
-        if not parts:  # nothing is sharded
-            continue
         say(f"{phase}: {sum(parts.values()):.2f} GB")
         for name, size in parts.items():
             say(f"    {name:<46} {size:8.2f} GB")
