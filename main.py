@@ -34,7 +34,7 @@ unread: settings, ranks, checkpoints, signals, and for the algorithm these funct
   states_before, project       the state from which each token is predicted; and its logits,
   in_chunks                    which never exist for all tokens at once
   make_micro_batches           answers of similar length, as many together as fit
-  in_step                      adds idle ones where a rank has none; with `shard`, less than others
+  in_step                      adds idle ones where a rank has none; with `shard`, fewer than others
   hand_to_answers              splits a tensor of all their tokens, (tokens,), among the answers
   Sharded, whole               `shard`, in place of DDP: a rank keeps but a part of each weight, and
                                every pass gathers them; and all of such a tensor

@@ -40,8 +40,7 @@ def newest_checkpoint(folder: Path, is_ours: bool) -> tuple[Path, int, dict] | N
 
 
 def files_of(checkpoint: Path, state: dict) -> dict:
-    """The file of each of its tensors, which are read when asked for. Refuses what is missing, cut
-    or garbled."""
+    """The file of each of its tensors, read when asked for. Refuses one missing, cut or garbled."""
     names = state.get("files", ["tensors.safetensors"])  # one was all, before 2026-11-24
     files = [safe_open(checkpoint / name, "pt") for name in names]
     return {tensor: file for file in files for tensor in file.offset_keys()}

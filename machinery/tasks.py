@@ -68,8 +68,7 @@ def encode_prompt(row: dict, task, tokenizer, config: Config) -> list[int]:
     messages = [{"role": "user", "content": row["prompt"].removesuffix(reply_start).rstrip()}]
     if system := getattr(task, "SYSTEM_MESSAGE", None):
         messages.insert(0, {"role": "system", "content": system})
-    with blame("data.prompt_style='chat': no chat template of this tokenizer takes this task's "
-               "messages; write base"):
+    with blame("data.prompt_style: no chat template here takes this task's messages; write base"):
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     if not text.rstrip().endswith(reply_start):  # some templates open the thinking themselves
         text += reply_start
@@ -79,7 +78,7 @@ def encode_prompt(row: dict, task, tokenizer, config: Config) -> list[int]:
 def load_questions(task, tokenizer, config: Config, say) -> tuple[list[dict], list[dict]]:
     """Training and validation rows, the same on every rank, with no problem on both sides."""
     data, load = config.data, f"task.name={config.task.name!r}: its load()"
-    with theirs(f"{load} fails, or gives no dictionaries with a prompt, and a problem with a hash"):
+    with theirs(f"{load} fails, or gives no dictionaries with a prompt"):
         try:
             rows = list(task.load(beside_main(data.dataset), data.max_rows))
         except ValueError as error:
@@ -95,8 +94,10 @@ def load_questions(task, tokenizer, config: Config, say) -> tuple[list[dict], li
                 f"{len(lengths):,} questions")
         by_problem: dict[object, list[dict]] = {}
         for row in rows:
-            problem = row.get("problem", row["prompt"])  # which may be a tuple, but no list
-            by_problem.setdefault(problem, []).append(row)
+            problem = row.get("problem", row["prompt"])
+            with blame(f"{load}: the problem {problem!r} has no hash, as a text or a tuple has",
+                       (TypeError,)):
+                by_problem.setdefault(problem, []).append(row)
     problems = list(by_problem)
     random.Random(f"{config.training.seed} split").shuffle(problems)
     held_out, learned = problems[:data.num_validation], problems[data.num_validation:]

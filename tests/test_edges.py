@@ -117,7 +117,7 @@ def test_one_rank_that_leaves_takes_all_along_and_what_was_saved_is_kept(
     ("def load(*_):\n    yield {'prompt': 'half a \\ud800'}", "surrogates not allowed"),
     ("def load(*_):\n    return [{'prompt': ''}] * 9", "the prompt of row 1 is '', no text"),
     ("def load(*_):\n    return [{'prompt': str(i), 'problem': (i, [i])} for i in range(99)]",
-     "a problem with a hash (TypeError: unhashable type: 'list')"),
+     "the problem (0, [0]) has no hash"),
     ("def load(*_):\n    return None", "its load() fails"),
     ("def load(*_):\n    return []", "0 different problems"),
     ("def load(*_):\n    return [{'prompt': str(i), 'f': lambda: 0} for i in range(99)]",
@@ -252,6 +252,7 @@ def test_a_tokenizer_with_tokens_that_the_model_lacks_is_named_where_a_prompt_ha
     model = make_model("llama", vocab_size=highest + spare, eos_token_id=tokenizer.eos_token_id)
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
+    capsys.readouterr()  # the library's bar, where no model has been loaded before
     assert start([*TINY, f"model.name={tmp_path / 'model'}", "training.max_steps=1",
                   f"run.dir={tmp_path}"]) == code
     said = capsys.readouterr().err
