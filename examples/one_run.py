@@ -1,12 +1,13 @@
-"""Runs, seen: how they rose, what they answered to the same questions, and what sets them apart.
+"""A page about one run, or about several: curves, answers to the same questions, and settings.
 
     .venv/bin/python examples/one_run.py runs/<name>
-        one run, finished or not -> one_run.html, which opens from the disk and asks nobody anything
+        writes one_run.html about one run, finished or not
     .venv/bin/python examples/one_run.py runs/<name> runs/<another> --out compared.html
-        several over each other, with the settings that differ
+        compares several runs, and lists the settings that differ
 
-It reads what a run keeps, and needs neither its model nor PyTorch. Where that is too much for a
-page, points of curves, evaluations and questions are left out evenly, and the page says so.
+The page opens from the disk, without a server or a network. The script reads the files that a run
+leaves in its folder. It needs neither the model nor PyTorch. Long runs do not fit a page. The
+script then leaves out points of curves, evaluations and questions evenly, and the page says so.
 """
 
 import argparse
@@ -15,223 +16,517 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from itertools import pairwise
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
+T = TypeVar("T")
+
 ROOT = Path(__file__).resolve().parent.parent
+TEMPLATE = Path(__file__).with_name("one_run_page.html")
 MOST_BYTES = 2_000_000  # of a page
-MOST_NUMBERS = 80_000  # in all curves
-# At most so many questions, evaluations of each, and characters of an answer: the first that fit.
-AMOUNTS = [(4096, 200, 4000), (512, 50, 4000), (256, 25, 4000), (128, 25, 2000), (96, 13, 2000),
-           (64, 13, 2000), (48, 13, 1000), (32, 13, 1000), (32, 9, 600), (16, 9, 600),
-           (16, 5, 300), (8, 5, 200), (4, 3, 100)]
-OF_ITS_OWN = ("run.name", "run.dir", "run.resume", "run.resume_anyway")  # not of the experiment
-FIELDS = {"step": int, "question": int, "prompt": str, "completion": str, "solved": float,
-          "reward": float, "truncated": bool, "completion_length": int}  # others: reward parts
-RIGHT = 0.5  # of the answers to a question, for it to count as solved
+MOST_NUMBERS = 80_000  # in all curves of a page
+RIGHT = 0.5  # A question counts as solved if this share of its answers is right.
+# These settings say where a run lies, and nothing about the experiment. The last one is found in
+# older runs only.
+OWN_SETTINGS = ("run.name", "run.dir", "run.resume")
+# Each line of samples.jsonl has these names. All other names in it are parts of the reward.
+FIELDS = ("step", "question", "prompt", "completion", "solved", "reward", "truncated",
+          "completion_length")
 
 
-class Mistake(Exception): ...  # of whoever asks for a page: one line, exit code 2
+class UserError(Exception):
+    """A mistake that the user can mend. It ends in one line and exit code 2."""
 
 
-# ---------------------------------------------------------------- what a run keeps
+class Limits(NamedTuple):
+    """How much of the answers a page shows."""
 
-def flatten(path: Path) -> dict[str, object]:
+    questions: int
+    evaluations: int
+    characters: int  # of an answer
+
+
+# We take the first limits whose page is small enough.
+LIMITS = [
+    Limits(4096, 200, 4000),
+    Limits(512, 50, 4000),
+    Limits(256, 25, 4000),
+    Limits(128, 25, 2000),
+    Limits(96, 13, 2000),
+    Limits(64, 13, 2000),
+    Limits(48, 13, 1000),
+    Limits(32, 13, 1000),
+    Limits(32, 9, 600),
+    Limits(16, 9, 600),
+    Limits(16, 5, 300),
+    Limits(8, 5, 200),
+    Limits(4, 3, 100),
+]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer to a held-out question, as a line of samples.jsonl holds it."""
+
+    step: int
+    question: int
+    prompt: str
+    completion: str
+    solved: float
+    reward: float | None
+    truncated: bool
+    completion_length: int
+    parts: dict[str, float | None]  # of the reward, by name
+
+
+Groups = dict[str, list[Answer]]  # the answers of one evaluation, by prompt
+Point = dict[str, float | None]  # the metrics of one step, by name
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a page needs to know about a run."""
+
+    name: str
+    settings: dict[str, Any]
+    command: str  # that makes the same run again
+    curves: list[list[Point]]  # of training steps, of evaluations, and of the answers
+    evaluations: dict[int, Groups]  # by step
+    damage: str  # how many lines we could not read, in words, or an empty text
+
+
+# ---------------------------------------------------------------- read the files of a run
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings in a config.yaml, by their full names like `training.seed`."""
+    settings = {}
     try:
         sections = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return {f"{name}.{key}": value for name, keys in sections.items()
-                for key, value in keys.items()}
+        for section, keys in sections.items():
+            for key, value in keys.items():
+                settings[f"{section}.{key}"] = value
     except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
-        raise Mistake(f"{path} is not there, or not the settings of a run "
-                      f"({type(error).__name__}): give folders of runs, like runs/<name>") from None
+        raise UserError(
+            f"{path} is not there, or not the settings of a run ({type(error).__name__}): "
+            "give folders of runs, like runs/<name>"
+        ) from None
+    return settings
 
 
-def read_lines(path: Path, check: Callable) -> tuple[list[dict], int]:
-    """The objects of a file, which may be being written, or cut; and how many lines are none."""
-    found, bad = [], 0
-    if path.exists():
-        with open(path, encoding="utf-8", errors="replace") as file:
-            for line in file:
-                try:
-                    found.append(check(json.loads(line)))
-                except Exception:  # noqa: BLE001, whatever is wrong with it
-                    bad += 1
-    return found, bad
+def read_lines(path: Path, convert: Callable[[dict], T]) -> tuple[list[T], int]:
+    """What `convert` makes of each JSON line of a file, and the number of damaged lines."""
+    found = []
+    num_damaged = 0
+    if not path.exists():
+        return found, num_damaged
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                found.append(convert(json.loads(line)))
+            # The run may be writing this line just now, or an older version has written it.
+            except (ValueError, TypeError, LookupError, AttributeError, OverflowError):
+                num_damaged += 1
+    return found, num_damaged
 
 
-def number(value) -> float | None:  # as the page has it: JSON knows neither nan nor inf
-    return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None
+def rounded(value: float | None) -> float | None:
+    """A number with six digits, or None for infinity and NaN, which JSON does not know."""
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{value:.6g}")
 
 
-def entry_of(line: dict) -> dict:
-    return {"step": int(line.pop("step")), **{name: number(line[name]) for name in line}}
+def to_point(line: dict) -> Point:
+    """A line of metrics.jsonl with rounded numbers, and with the step in front."""
+    point = {"step": int(line.pop("step"))}
+    for name, value in line.items():
+        point[name] = rounded(value)
+    return point
 
 
-def sample_of(line: dict) -> dict:
-    known = {name: kind(line.pop(name)) for name, kind in FIELDS.items()}
-    return {**known, "solved": number(known["solved"]) or 0.0,
-            "parts": {name: number(line[name]) for name in line}}
+def to_answer(line: dict) -> Answer:
+    """A line of samples.jsonl. It raises an error if a field is missing."""
+    parts = {}
+    for name, value in line.items():
+        if name not in FIELDS:
+            parts[name] = rounded(value)
+    return Answer(
+        step=int(line["step"]),
+        question=int(line["question"]),
+        prompt=str(line["prompt"]),
+        completion=str(line["completion"]),
+        solved=rounded(float(line["solved"])) or 0.0,
+        reward=rounded(float(line["reward"])),
+        truncated=bool(line["truncated"]),
+        completion_length=int(line["completion_length"]),
+        parts=parts,
+    )
 
 
-def read_run(folder: Path) -> dict:
-    settings, spent = flatten(folder / "config.yaml"), 0.0
-    entries, bad = read_lines(folder / "metrics.jsonl", entry_of)
-    samples, lost = read_lines(folder / "samples.jsonl", sample_of)
-    steps, evaluations, answers = [], [], {}  # answers: {step: {prompt: [answer, ...]}}
-    for entry in entries:
-        spent += sum(entry[name] or 0 for name in entry if name.startswith("seconds/"))
-        (evaluations if "eval/solved" in entry else steps).append({"spent": number(spent)} | {
-            name.removeprefix("eval/"): entry[name] for name in entry})
-    seconds = {each["step"]: each["spent"] for each in evaluations}
-    for sample in samples:
-        group = answers.setdefault(sample["step"], {}).setdefault(sample["prompt"], [])
-        group.append(sample)
-    ranks = None  # before the first checkpoint
+def read_num_ranks(folder: Path) -> int | None:
+    """The number of ranks of the newest checkpoint that can be read, or None without one."""
+    num_ranks = None
     for path in sorted(folder.glob("checkpoints/step-*/state.json")):
         with suppress(OSError, ValueError, TypeError, LookupError):
-            ranks = int(json.loads(path.read_text(encoding="utf-8"))["num_ranks"])
-    about = [{"step": step, "spent": seconds.get(step, 0.0), **numbers}
-             for step, numbers in about_answers(answers).items()]
+            state = json.loads(path.read_text(encoding="utf-8"))
+            num_ranks = int(state["num_ranks"])
+    return num_ranks
+
+
+def split_points(points: list[Point]) -> tuple[list[Point], list[Point]]:
+    """The points of training steps and of evaluations, each with the seconds spent so far."""
+    training = []
+    evaluations = []
+    spent = 0.0
+    for point in points:
+        seconds = [value or 0 for name, value in point.items() if name.startswith("seconds/")]
+        spent += sum(seconds)
+        timed = {"spent": rounded(spent)}
+        for name, value in point.items():
+            timed[name.removeprefix("eval/")] = value
+        if "eval/solved" in point:
+            evaluations.append(timed)
+        else:
+            training.append(timed)
+    return training, evaluations
+
+
+def group_answers(answers: list[Answer]) -> dict[int, Groups]:
+    """Answers by step and prompt, in the order of the file."""
+    evaluations: dict[int, Groups] = {}
+    for answer in answers:
+        groups = evaluations.setdefault(answer.step, {})
+        groups.setdefault(answer.prompt, []).append(answer)
+    return evaluations
+
+
+def repeat_command(settings: dict[str, Any], num_ranks: int | None) -> str:
+    """The command that makes this run again, on whatever device it finds."""
+    if num_ranks == 1:
+        words = ["python", "main.py"]
+    else:
+        words = ["torchrun", f"--nproc-per-node={num_ranks or 'RANKS'}", "main.py"]
+    defaults = read_settings(ROOT / "config.yaml")
+    for key, value in settings.items():
+        if key not in defaults or value != defaults[key]:
+            text = yaml.safe_dump(value, default_flow_style=True, width=math.inf)
+            text = text.removesuffix("...\n")  # YAML puts three dots after a plain value.
+            words.append(f"{key}={text.strip()}")
+    return shlex.join(words)
+
+
+def read_run(folder: Path) -> RunData:
+    """All that a page needs from the folder of a run, finished or not."""
+    settings = read_settings(folder / "config.yaml")
+    points, num_damaged_points = read_lines(folder / "metrics.jsonl", to_point)
+    answers, num_damaged_answers = read_lines(folder / "samples.jsonl", to_answer)
+    num_ranks = read_num_ranks(folder)
+    training, evaluation = split_points(points)
+    evaluations = group_answers(answers)
     name = str(settings.get("run.name") or folder.resolve().name)
-    return {"name": name, "settings": settings | {"ranks": ranks}, "answers": answers,
-            "command": command(settings, ranks), "curves": [steps, evaluations, about],
-            "lost": f"{bad + lost} damaged or older lines of {name}" if bad + lost else ""}
+    num_damaged = num_damaged_points + num_damaged_answers
+    damage = f"{num_damaged} damaged or older lines of {name}" if num_damaged else ""
+    return RunData(
+        name=name,
+        settings=settings | {"ranks": num_ranks},
+        command=repeat_command(settings, num_ranks),
+        curves=[training, evaluation, describe_evaluations(evaluations, evaluation)],
+        evaluations=evaluations,
+        damage=damage,
+    )
 
 
-def command(settings: dict, ranks: int | None) -> str:
-    """That makes this run again, whatever device it finds."""
-    defaults = flatten(ROOT / "config.yaml")
-    start = ["python"] if ranks == 1 else ["torchrun", f"--nproc-per-node={ranks or 'RANKS'}"]
-    keys = [f"{key}={yaml.safe_dump(value, default_flow_style=True, width=math.inf)}"
-            for key, value in settings.items() if key not in defaults or value != defaults[key]]
-    return shlex.join([*start, "main.py", *(key.removesuffix("...\n").strip() for key in keys)])
+# ---------------------------------------------------------------- what the answers are like
+
+def mean(values: list) -> float | None:
+    """The rounded mean, or None of no values."""
+    return rounded(fmean(values)) if values else None
 
 
-# ---------------------------------------------------------------- what its answers are like
-
-def share_right(group: list[dict]) -> float:
-    return fmean(answer["solved"] for answer in group)
-
-
-def mean(values) -> float | None:
-    return number(fmean(values)) if (values := list(values)) else None
+def shares_solved(groups: Groups) -> dict[str, float]:
+    """The share of right answers to each question."""
+    shares = {}
+    for prompt, group in groups.items():
+        shares[prompt] = fmean(answer.solved for answer in group)
+    return shares
 
 
-def about_answers(answers: dict[int, dict[str, list[dict]]]) -> dict[int, dict]:
-    """Of each evaluation, by step: numbers that only the answers themselves can tell."""
-    found: dict[int, dict] = {}
-    begun = {prompt: share_right(group)
-             for prompt, group in next(iter(answers.values()), {}).items()}
-    for step, groups in answers.items():
-        every = [answer for group in groups.values() for answer in group]
-        now = {prompt: share_right(group) for prompt, group in groups.items()}
-        found[step] = {
-            "length of right answers": mean(answer["completion_length"] for answer in every
-                                            if answer["solved"] >= 1),
-            "length of wrong answers": mean(answer["completion_length"] for answer in every
-                                            if answer["solved"] <= 0),
-            "distinct answers to a question, as a share": mean(
-                len({answer["completion"] for answer in group}) / len(group)
-                for group in groups.values())}
-        for name, belongs in (("none", lambda share: share <= 0), ("all", lambda share: share >= 1),
-                              ("some", lambda share: 0 < share < 1)):
-            found[step][f"solved, of questions that began with {name} right"] = mean(
-                now[prompt] for prompt in now if prompt in begun and belongs(begun[prompt]))
-    for (_, before), (step, after) in pairwise(answers.items()):
-        both = [tuple(share_right(groups[prompt]) >= RIGHT for groups in (before, after))
-                for prompt in after if prompt in before]
-        for word, change in (("right", (False, True)), ("wrong", (True, False))):
-            found[step][f"became {word} since the evaluation before"] = mean(
-                each == change for each in both)
-    return found
+def describe_evaluations(evaluations: dict[int, Groups], measured: list[Point]) -> list[Point]:
+    """Numbers that only the answers themselves can tell, for each evaluation.
+
+    `measured` are the metrics of the evaluations, which know how many seconds were spent.
+    """
+    seconds = {point["step"]: point["spent"] for point in measured}
+    points = []
+    first = None
+    before = None
+    for step, groups in evaluations.items():
+        shares = shares_solved(groups)
+        if first is None:
+            first = shares
+        point = {"step": step, "spent": seconds.get(step, 0.0)}
+        point.update(describe_answers(groups))
+        point.update(solved_by_start(first, shares))
+        if before is not None:
+            point.update(changes(before, shares))
+        points.append(point)
+        before = shares
+    return points
+
+
+def describe_answers(groups: Groups) -> Point:
+    """Lengths of right and wrong answers, and how many answers to a question are distinct."""
+    right_lengths = []
+    wrong_lengths = []
+    distinct_shares = []
+    for group in groups.values():
+        completions = {answer.completion for answer in group}
+        distinct_shares.append(len(completions) / len(group))
+        for answer in group:
+            if answer.solved >= 1:
+                right_lengths.append(answer.completion_length)
+            if answer.solved <= 0:
+                wrong_lengths.append(answer.completion_length)
+    return {
+        "length of right answers": mean(right_lengths),
+        "length of wrong answers": mean(wrong_lengths),
+        "distinct answers to a question, as a share": mean(distinct_shares),
+    }
+
+
+def solved_by_start(first: dict[str, float], now: dict[str, float]) -> Point:
+    """The share solved now, of questions with none, all or some right in the first evaluation."""
+    began_none = []
+    began_all = []
+    began_some = []
+    for prompt, share in now.items():
+        if prompt not in first:
+            continue
+        if first[prompt] <= 0:
+            began_none.append(share)
+        elif first[prompt] >= 1:
+            began_all.append(share)
+        else:
+            began_some.append(share)
+    return {
+        "solved, of questions that began with none right": mean(began_none),
+        "solved, of questions that began with all right": mean(began_all),
+        "solved, of questions that began with some right": mean(began_some),
+    }
+
+
+def changes(before: dict[str, float], now: dict[str, float]) -> Point:
+    """The shares of questions that became right and wrong between two evaluations."""
+    became_right = []
+    became_wrong = []
+    for prompt, share in now.items():
+        if prompt in before:
+            was_right = before[prompt] >= RIGHT
+            is_right = share >= RIGHT
+            became_right.append(is_right and not was_right)
+            became_wrong.append(was_right and not is_right)
+    return {
+        "became right since the evaluation before": mean(became_right),
+        "became wrong since the evaluation before": mean(became_wrong),
+    }
+
+
+# ---------------------------------------------------------------- what a page shows of a run
+
+def distinct(items: Iterable[T]) -> list[T]:
+    """The items without repetitions, in the order of their first appearance."""
+    return list(dict.fromkeys(items))
+
+
+def thinned(items: list[T], most: int) -> list[T]:
+    """At most so many items, evenly spaced, with the first and the last."""
+    last = len(items) - 1
+    if last < most:
+        return items
+    return [items[round(i * last / (most - 1))] for i in range(most)]
+
+
+def metric_names(points: list[Point]) -> list[str]:
+    """The names of all metrics in a curve. Some of them begin after its first point."""
+    return distinct(name for point in points for name in point)
+
+
+def curve_columns(points: list[Point], most: int) -> dict[str, list[float | None]]:
+    """The numbers of a curve, by name, at no more than so many points."""
+    kept = thinned(points, most)
+    columns = {}
+    for name in metric_names(points):
+        columns[name] = [point.get(name) for point in kept]
+    return columns
+
+
+def shortened(text: str, most: int) -> str:
+    """A text without its middle, if it is longer than that many characters."""
+    half = most // 2
+    num_left_out = len(text) - 2 * half
+    if num_left_out <= 0:
+        return text
+    return f"{text[:half]} ... {num_left_out} left out ... {text[-half:]}"
+
+
+def part_names(evaluations: list[Groups]) -> list[str]:
+    """The parts of the reward that any of these answers has."""
+    names: dict[str, None] = {}
+    for groups in evaluations:
+        for group in groups.values():
+            for answer in group:
+                names.update(dict.fromkeys(answer.parts))
+    return list(names)
+
+
+@dataclass
+class Layout:
+    """What a page has room for, and the numbers that stand for questions and texts in it."""
+
+    limits: Limits
+    num_points: int  # of a curve
+    questions: dict[str, int]  # the number of each question, by its prompt
+    kept: set[int]  # the questions whose answers are shown
+    texts: dict[str, int]  # the number of each text, which the page holds only once
+
+
+def answer_row(answer: Answer, parts: list[str], layout: Layout) -> list:
+    """An answer as the page holds it, with the number of its text in place of the text."""
+    text = shortened(answer.completion, layout.limits.characters)
+    return [
+        layout.texts.setdefault(text, len(layout.texts)),
+        answer.solved,
+        answer.reward,
+        [answer.parts.get(part) for part in parts],
+        int(answer.truncated),
+        answer.completion_length,
+    ]
+
+
+def shown_run(run: RunData, layout: Layout) -> dict[str, Any]:
+    """A run as the page holds it. The texts of its answers are added to the layout."""
+    steps = thinned(list(run.evaluations), layout.limits.evaluations)
+    evaluations = [run.evaluations[step] for step in steps]
+    parts = part_names(evaluations)
+    shares = {}
+    answers = {}
+    for prompt in distinct(prompt for groups in evaluations for prompt in groups):
+        question = layout.questions[prompt]
+        shares[question] = []
+        rows_of_evaluations = []
+        for groups in evaluations:
+            group = groups.get(prompt, [])  # Not every evaluation has asked this question.
+            shares[question].append(mean([answer.solved for answer in group]))
+            if question in layout.kept:
+                rows = [answer_row(answer, parts, layout) for answer in group]
+                rows_of_evaluations.append(rows)
+        if question in layout.kept:
+            answers[question] = rows_of_evaluations
+    return {
+        "name": run.name,
+        "command": run.command,
+        "steps": steps,
+        "parts": parts,
+        "settings": [f"{key}: {json.dumps(value)}" for key, value in run.settings.items()],
+        "curves": [curve_columns(points, layout.num_points) for points in run.curves],
+        "shares": shares,
+        "answers": answers,
+    }
 
 
 # ---------------------------------------------------------------- the page
 
-def thinned(items: list, most: int) -> list:
-    """At most so many, evenly, with the first and the last."""
-    last = len(items) - 1
-    return items if last < most else [items[round(i * last / (most - 1))] for i in range(most)]
-
-
-def as_series(entries: list[dict], most: int) -> dict:
-    kept = thinned(entries, most)
-    return {name: [entry.get(name) for entry in kept]
-            for name in dict.fromkeys(name for entry in entries for name in entry)}
-
-
-def shown_run(run: dict, places: dict[str, int], kept: set[int], texts: dict[str, int],
-              amounts: tuple, points: int) -> dict:
-    steps = thinned(list(run["answers"]), amounts[1])
-    groups = [run["answers"][step] for step in steps]
-    parts = list(dict.fromkeys(part for each in groups for group in each.values()
-                               for answer in group for part in answer["parts"]))
-
-    def shown(answer: dict) -> list:
-        text, half = answer["completion"], amounts[2] // 2
-        if len(text) > 2 * half:
-            text = f"{text[:half]} ... {len(text) - 2 * half} left out ... {text[-half:]}"
-        return [texts.setdefault(text, len(texts)), answer["solved"], number(answer["reward"]),
-                [answer["parts"].get(part) for part in parts], int(answer["truncated"]),
-                answer["completion_length"]]
-
-    own = dict.fromkeys(prompt for each in groups for prompt in each)  # its questions
-    return {"name": run["name"], "command": run["command"], "steps": steps, "parts": parts,
-            "settings": [f"{key}: {json.dumps(run['settings'][key])}" for key in run["settings"]],
-            "curves": [as_series(entries, points) for entries in run["curves"]],
-            "shares": {places[prompt]: [mean(answer["solved"] for answer in each.get(prompt, []))
-                                        for each in groups] for prompt in own},
-            "answers": {places[prompt]: [[shown(answer) for answer in each.get(prompt, [])]
-                                         for each in groups]
-                        for prompt in own if places[prompt] in kept}}
-
-
 def labels(prompts: list[str]) -> list[str]:
-    """Of each question what it does not share with the others."""
-    words = [prompt.split() for prompt in prompts]
-    before = len(os.path.commonprefix(words))
-    after = len(os.path.commonprefix([each[::-1] for each in words]))
-    return [" ".join(each[before:len(each) - after] or each)[:200] for each in words]
+    """The words of each prompt without those that all prompts begin and end with."""
+    texts = [prompt.split() for prompt in prompts]
+    reversed_texts = [words[::-1] for words in texts]
+    num_before = len(os.path.commonprefix(texts))
+    num_after = len(os.path.commonprefix(reversed_texts))
+    found = []
+    for words in texts:
+        own_words = words[num_before:len(words) - num_after]
+        label = " ".join(own_words or words)
+        found.append(label[:200])
+    return found
 
 
-def page(runs: list[dict]) -> str:
-    """one_run_page.html with the numbers put in, as JSON in which nothing can end the script that
-    holds it."""
-    template = Path(__file__).with_name("one_run_page.html").read_text(encoding="utf-8")
-    prompts = list(dict.fromkeys(prompt for run in runs for groups in run["answers"].values()
-                                 for prompt in groups))
-    places, names = {prompt: place for place, prompt in enumerate(prompts)}, labels(prompts)
-    num_series = sum(len({name for entry in entries for name in entry})
-                     for run in runs for entries in run["curves"])
-    points = max(20, MOST_NUMBERS // max(1, num_series))
-    keys = dict.fromkeys(key for run in runs for key in run["settings"] if key not in OF_ITS_OWN)
-    differs = [[key, *(json.dumps(run["settings"].get(key)) for run in runs)] for key in keys]
-    most = [max(len(run["curves"][0]) for run in runs), max(len(run["answers"]) for run in runs)]
-    for amounts in AMOUNTS:
-        kept = set(thinned(list(range(len(prompts))), amounts[0]))
-        left_out = [run["lost"] for run in runs if run["lost"]]
-        left_out += [f"{there - shown:,} of {there:,} {what}, evenly" for what, there, shown in (
-            ("steps of a curve", most[0], points), ("evaluations' answers", most[1], amounts[1]),
-            ("questions' answers", len(prompts), amounts[0])) if there > shown]
-        texts: dict[str, int] = {}  # as many are said again and again
-        data = {"runs": [shown_run(run, places, kept, texts, amounts, points) for run in runs],
-                "prompts": {place: [names[place], prompts[place]] for place in sorted(kept)},
-                "texts": list(texts),
-                "differs": [row for row in differs if len(set(row[1:])) > 1],
-                "right": RIGHT, "left_out": left_out}
-        text = json.dumps(data, separators=(",", ":"))
-        text = text.replace("<", "\\u003c").replace(">", "\\u003e")
+def differing_settings(runs: list[RunData]) -> list[list[str]]:
+    """Rows of a key and its value in each run, for the settings that are not equal in all."""
+    rows = []
+    for key in distinct(key for run in runs for key in run.settings):
+        if key in OWN_SETTINGS:
+            continue
+        values = [json.dumps(run.settings.get(key)) for run in runs]
+        if len(set(values)) > 1:
+            rows.append([key, *values])
+    return rows
+
+
+def points_per_curve(runs: list[RunData]) -> int:
+    """How many points each curve may have, so that all of them fit the page."""
+    num_curves = 0
+    for run in runs:
+        for points in run.curves:
+            num_curves += len(metric_names(points))
+    return max(20, MOST_NUMBERS // max(1, num_curves))
+
+
+def left_out(runs: list[RunData], layout: Layout) -> list[str]:
+    """What the page lacks, in words."""
+    limits = layout.limits
+    most_steps = max(len(run.curves[0]) for run in runs)
+    most_evaluations = max(len(run.evaluations) for run in runs)
+    lines = [run.damage for run in runs if run.damage]
+    for what, there, shown in [
+        ("steps of a curve", most_steps, layout.num_points),
+        ("evaluations' answers", most_evaluations, limits.evaluations),
+        ("questions' answers", len(layout.questions), limits.questions),
+    ]:
+        if there > shown:
+            lines.append(f"{there - shown:,} of {there:,} {what}, evenly")
+    return lines
+
+
+def as_script(data: dict[str, Any]) -> str:
+    """JSON that can stand in a script of the page, because nothing in it can end the script."""
+    text = json.dumps(data, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def page(runs: list[RunData]) -> str:
+    """one_run_page.html with the data of these runs in it."""
+    template = TEMPLATE.read_text(encoding="utf-8")
+    prompts = distinct(
+        prompt for run in runs for groups in run.evaluations.values() for prompt in groups)
+    questions = {prompt: number for number, prompt in enumerate(prompts)}
+    all_labels = labels(prompts)
+    num_points = points_per_curve(runs)
+    differs = differing_settings(runs)
+    for limits in LIMITS:
+        kept = thinned(list(questions.values()), limits.questions)
+        layout = Layout(limits, num_points, questions, set(kept), texts={})
+        data = {
+            "runs": [shown_run(run, layout) for run in runs],
+            "prompts": {number: [all_labels[number], prompts[number]] for number in kept},
+            "texts": list(layout.texts),
+            "differs": differs,
+            "right": RIGHT,
+            "left_out": left_out(runs, layout),
+        }
+        text = as_script(data)
         if len(template.encode()) + len(text) <= MOST_BYTES:
             return template.replace("DATA", text, 1)
-    raise Mistake(f"{len(runs)} runs are too many for a page of {MOST_BYTES:,} bytes: give fewer")
+    raise UserError(f"{len(runs)} runs are too many for a page of {MOST_BYTES:,} bytes: give fewer")
 
 
 def main(arguments: list[str]) -> int:
+    """Writes the page, and returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, help="folders, like runs/<name>")
     parser.add_argument("--out", type=Path, default=Path("one_run.html"))
@@ -239,7 +534,7 @@ def main(arguments: list[str]) -> int:
     try:
         runs = [read_run(folder) for folder in options.runs]
         options.out.write_text(page(runs), encoding="utf-8")
-    except (Mistake, OSError) as error:
+    except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{options.out}: open it in a browser")
