@@ -1,49 +1,45 @@
-"""The Countdown task: combine the given numbers with + - * / so that they make the target, each
-number exactly once.
+"""The Countdown task: combine the given numbers, each exactly once, so that they equal a target.
 
-This file is all that the trainer knows of the task. `main.py` uses these names of it, and any other
-file that has them can take its place (`task.name` in config.yaml):
+This file is all that the trainer knows of the task. Any Python file with the same names can take
+its place. You give its path as `task.name`, and docs/tasks.md shows a short one.
 
-    load(dataset, max_rows) -> rows   dictionaries; each has its "prompt" and whatever the rewards
-                                      need
-    reward_function(completion, row)  named reward parts of one completion
-    REWARD_WEIGHTS                    what each part counts in the reward, unless
-                                      task.reward_weights says otherwise; 0.0: it is watched only
-    SOLVED                            the part that says whether the problem is solved (1.0) or not
-    SYSTEM_MESSAGE, REPLY_START       optional: for `data.prompt_style: chat`; how every reply
-                                      begins
+    load(dataset, max_rows)           returns the questions as rows. A row is a dictionary with a
+                                      "prompt" and whatever the reward needs.
+    reward_function(completion, row)  returns the named parts of an answer's reward. The completion
+                                      is the answer's text, without prompt and stop token.
+    REWARD_WEIGHTS                    says how much each part counts. The reward is the weighted
+                                      sum. A part with weight 0.0 is only measured.
+    SOLVED                            names the part that is 1.0 if the question is solved, or 0.0.
+    SYSTEM_MESSAGE, REPLY_START       are optional, for `data.prompt_style: chat`. One stands before
+                                      the question. Every answer begins with the other.
 
-A reward that needs a process starts it with `subprocess`, or with multiprocessing's "spawn" or
-"forkserver". Never with `os.fork`, which is multiprocessing's "fork", on Linux its default before
-Python 3.14: the trainer has threads, and a process forked from one that has can wait for ever for a
-lock that another thread held. The trainer waits for a reward that takes long (where there are
-several ranks, two hours), and after each minute of one it shows the line where it stands.
-
-A row may also carry "group" (evaluation is broken down by it) and "problem" (rows with an equal one
-are the same problem and never stand on both sides of the validation split).
+A row may also have a "group" and a "problem". The evaluation reports each group apart. Rows with an
+equal problem are never split between training and validation. A ValueError of `load` is shown to
+the user as one line. A reward may take its time, and each minute the trainer shows where it is. It
+may start processes, but not by forking, because a fork of the trainer and its threads can hang.
 """
 
 import json
 import re
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet
 from datasets import load_dataset
 
 REWARD_WEIGHTS = {"format": 0.1, "answer": 1.0}
 SOLVED = "answer"
-SYSTEM_MESSAGE = ("You solve number puzzles. First you reason in the open, then you give one final "
-                  "answer.")
+SYSTEM_MESSAGE = (
+    "You solve number puzzles. First you reason in the open, then you give one final answer.")
 REPLY_START = "<think>"
 
 
 # ---------------------------------------------------------------- prompt
 
 def generate_prompt(nums: list[int], target: int) -> str:
-    """The question as plain text. It ends with an opened <think>, so the model's first word is
-    already reasoning."""
-    numbers = ", ".join(map(str, nums))
+    """Returns the question as text. It opens <think>, so the model begins with its reasoning."""
+    numbers = ", ".join(str(num) for num in nums)
     return (
         f"Combine the numbers {numbers} into an expression that equals {target}. Use + - * / and "
         "parentheses, and every number exactly once. Reason inside <think> </think>, then write "
@@ -55,40 +51,47 @@ def generate_prompt(nums: list[int], target: int) -> str:
 # ---------------------------------------------------------------- data
 
 def load(dataset: str, max_rows: int | None) -> list[dict]:
-    """Rows of a hub dataset, a local .parquet or .jsonl file, or a folder of such files. A wrong
-    value is a ValueError."""
-    return [_checked_row(number, raw)
-            for number, raw in enumerate(read_rows(dataset, max_rows), start=1)]
+    """Returns the rows of a data set, checked. A wrong value in it is a ValueError."""
+    rows = read_rows(dataset, max_rows)
+    return [_checked_row(number, raw) for number, raw in enumerate(rows, start=1)]
 
 
 def read_rows(dataset: str, max_rows: int | None, name: str | None = None) -> list[dict]:
-    """The rows as they are stored. `name`: which of its configurations, where a hub dataset has
-    several. Other tasks may use this."""
-    path, files = Path(dataset), []
-    if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in (".parquet", ".jsonl"))
-        if not files:
-            raise ValueError(f"data.dataset: the folder {dataset!r} holds no .parquet or .jsonl "
-                             "file")
-    # a file name is never looked up on the hub
-    elif (path.suffix in (".parquet", ".jsonl") or path.is_file() or len(path.parts) > 2
-          or dataset.startswith((".", "/", "~", "runs/"))):
-        if not path.is_file():
-            raise ValueError(f"data.dataset: there is no file or folder {dataset!r}")
-        files = [path]
+    """Returns the stored rows of a hub data set, a .parquet or .jsonl file, or a folder of files.
+    `name` chooses a configuration of a hub data set. Other tasks may use this function too."""
+    files = _local_files(dataset)
+    rows = []
     try:
-        tables = ([_read_file(file) for file in files]
-                  or [load_dataset(dataset, name, split="train").to_list()])
-    # the readers raise a dozen unrelated types, and some of their messages are many lines or none
+        for file in files:
+            rows += _read_file(file)
+        if not files:
+            rows = load_dataset(dataset, name, split="train").to_list()
+    # The readers raise a dozen unrelated types. Some of their messages are many lines, or none.
     except Exception as error:
         reason = (str(error).splitlines() or ["it is empty"])[0]
         raise ValueError(
             f"data.dataset: cannot load {dataset!r} ({type(error).__name__}: {reason}); "
             "give a hub id, or a local .parquet or .jsonl file or folder") from error
-    rows = [row for table in tables for row in table][:max_rows]
-    if not rows:
+    if not rows[:max_rows]:
         raise ValueError(f"data.dataset: {dataset!r} holds no rows")
-    return rows
+    return rows[:max_rows]
+
+
+def _local_files(dataset: str) -> list[Path]:
+    """Returns the files that `dataset` means, and none if it is the name of a hub data set."""
+    path = Path(dataset)
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix in (".parquet", ".jsonl"))
+        if not files:
+            raise ValueError(f"data.dataset: folder {dataset!r} holds no .parquet or .jsonl file")
+        return files
+    if path.is_file():
+        return [path]
+    # What looks like a path is never looked up on the hub.
+    has_start = dataset.startswith((".", "/", "~", "runs/"))
+    if has_start or path.suffix in (".parquet", ".jsonl") or len(path.parts) > 2:
+        raise ValueError(f"data.dataset: there is no file or folder {dataset!r}")
+    return []
 
 
 def _read_file(path: Path) -> list[dict]:
@@ -96,62 +99,69 @@ def _read_file(path: Path) -> list[dict]:
         return pyarrow.parquet.ParquetFile(path).read().to_pylist()
     if path.suffix != ".jsonl":
         raise ValueError(f"{path.name} ends in neither .parquet nor .jsonl")
-    # Read here, not by a table reader, which would turn a whole column into floats or text for the
-    # sake of one value.
+    # A table reader would turn a whole column into floats or text because of one value.
     rows = []
-    # splitlines() also cuts inside strings
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
-        if line.strip():
-            try:
-                rows.append(json.loads(line))
-            except ValueError as error:  # a number of thousands of digits among them
-                raise ValueError(f"line {number} of {path.name} is not JSON: {error}") from error
+    lines = path.read_text(encoding="utf-8-sig").split("\n")  # splitlines() also cuts in strings.
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:  # A number with thousands of digits is one too.
+            raise ValueError(f"line {number} of {path.name} is not JSON: {error}") from error
     return rows
 
 
-def _checked_row(number: int, raw: dict) -> dict:
+def _checked_row(number: int, raw: Any) -> dict:
+    """Returns a row with its prompt, its group and its problem."""
+    place = f"data.dataset: row {number}"
     if not isinstance(raw, dict) or "nums" not in raw or not ("target" in raw or "response" in raw):
         fields = sorted(raw) if isinstance(raw, dict) else repr(raw)
-        raise ValueError(f"data.dataset: row {number} needs the fields nums and target (or "
-                         f"response); it has {fields}")
+        raise ValueError(f"{place} needs the fields nums and target (or response); it has {fields}")
     if not isinstance(raw["nums"], list) or len(raw["nums"]) < 2:
-        raise ValueError(f"data.dataset: row {number}: nums must be a list of two or more "
-                         f"integers, not {raw['nums']!r}")
-    nums = [_integer(number, "nums", value) for value in raw["nums"]]
-    target = _integer(number, "target", raw["target"] if "target" in raw else raw["response"])
+        raise ValueError(
+            f"{place}: nums must be a list of two integers or more, not {raw['nums']!r}")
+    nums = [_integer(f"{place}: nums", value) for value in raw["nums"]]
+    target = _integer(f"{place}: target", raw["target"] if "target" in raw else raw["response"])
     if min(nums) < 0:
-        raise ValueError(f"data.dataset: row {number}: nums must not be negative, but are {nums}")
+        raise ValueError(f"{place}: nums must not be negative, but are {nums}")
+    prompt = generate_prompt(nums, target)
     problem = (tuple(sorted(nums)), target)
-    return {**raw, "nums": nums, "target": target, "prompt": generate_prompt(nums, target),
-            "group": len(nums), "problem": problem}
+    return {**raw, "nums": nums, "target": target, "prompt": prompt, "group": len(nums),
+            "problem": problem}
 
 
-def _integer(number: int, field: str, value) -> int:
-    # 3.0 counts as 3: in a column where one value is 2.5, a table reader has made floats of all its
-    # neighbours.
-    if (isinstance(value, bool) or not isinstance(value, (int, float))
-            or value != value // 1):  # nan and inf too
-        raise ValueError(f"data.dataset: row {number}: {field} must hold integers, not {value!r}")
+def _integer(place: str, value: Any) -> int:
+    # 3.0 counts as 3, because a table reader makes a column floats if one of its values is 2.5.
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or value != value // 1:  # This refuses nan and infinity too.
+        raise ValueError(f"{place} must hold integers, not {value!r}")
     return int(value)
 
 
 # ---------------------------------------------------------------- exact arithmetic
 
-MAX_EXPRESSION_LENGTH = 1000  # characters; bounds the time a hostile answer can take
-SPACE = " \t\r\n\f\v"  # `str.strip()` and r"\s" would let Unicode's many others pass as well
+MAX_EXPRESSION_LENGTH = 1000  # In characters. It bounds the time that a hostile answer can take.
+SPACE = " \t\r\n\f\v"  # `str.strip()` and r"\s" would let many other spaces of Unicode pass.
 TOKEN = re.compile(rf"[{SPACE}]*([0-9]+|[-+*/()])[{SPACE}]*")
 PRECEDENCE = {"(": 0, "+": 1, "-": 1, "*": 2, "/": 2}
 
 
+def evaluate_expression(text: str) -> Fraction | None:
+    """Returns the exact value of an expression of integers, + - * / and parentheses, or None."""
+    tokens = _tokenize(text)
+    return None if tokens is None else _evaluate(tokens)
+
+
 def _tokenize(text: str) -> list[str] | None:
-    """Integers, operators and parentheses; None where anything else stands, or an integer with a
-    leading zero."""
+    """Returns integers, operators and parentheses, or None if anything else is in the text."""
     if len(text) > MAX_EXPRESSION_LENGTH:
         return None
-    tokens, position = [], 0
+    tokens = []
+    position = 0
     while position < len(text):
         match = TOKEN.match(text, position)
-        if match is None or re.match("0[0-9]", match[1]):
+        if match is None or re.match("0[0-9]", match[1]):  # 007 is no integer.
             return None
         tokens.append(match[1])
         position = match.end()
@@ -159,22 +169,14 @@ def _tokenize(text: str) -> list[str] | None:
 
 
 def _evaluate(tokens: list[str]) -> Fraction | None:
-    """Shunting-yard over two stacks: no recursion, so nesting cannot exhaust anything."""
+    """Returns the value of an expression, or None if it is not one or divides by zero. This is the
+    shunting-yard algorithm. It needs no recursion, so no depth of parentheses can exhaust it."""
     values: list[Fraction] = []
     operators: list[str] = []
-
-    def apply_operators(precedence: int) -> bool:
-        while operators and PRECEDENCE[operators[-1]] >= precedence:
-            operator, right, left = operators.pop(), values.pop(), values.pop()
-            if operator == "/" and right == 0:
-                return False
-            values.append(left + right if operator == "+" else left - right if operator == "-"
-                          else left * right if operator == "*" else left / right)
-        return True
-
     operand_expected = True
     for token in tokens:
-        if operand_expected != (token == "(" or token.isdigit()):
+        starts_operand = token == "(" or token.isdigit()
+        if operand_expected != starts_operand:
             return None
         if token.isdigit():
             values.append(Fraction(int(token)))
@@ -182,74 +184,87 @@ def _evaluate(tokens: list[str]) -> Fraction | None:
         elif token == "(":
             operators.append(token)
         elif token == ")":
-            if not apply_operators(1) or not operators:
+            if not _apply_operators(values, operators, 1) or not operators:
                 return None
-            operators.pop()  # the matching "("
+            operators.pop()  # This is the matching "(".
         else:
-            if not apply_operators(PRECEDENCE[token]):
+            if not _apply_operators(values, operators, PRECEDENCE[token]):
                 return None
             operators.append(token)
             operand_expected = True
-    # what is left over is an unclosed "("
-    whole = not operand_expected and apply_operators(1) and not operators
-    return values[0] if whole else None
+    if operand_expected or not _apply_operators(values, operators, 1):
+        return None
+    return None if operators else values[0]  # An operator that is left is an unclosed "(".
 
 
-def evaluate_expression(text: str) -> Fraction | None:
-    """The exact value of an expression of non-negative integers, + - * / and parentheses; None for
-    anything else."""
-    tokens = _tokenize(text)
-    return None if tokens is None else _evaluate(tokens)
+def _apply_operators(values: list[Fraction], operators: list[str], precedence: int) -> bool:
+    """Applies the operators on top of the stack that bind at least as strongly as `precedence`.
+    Returns False for a division by zero."""
+    while operators and PRECEDENCE[operators[-1]] >= precedence:
+        operator = operators.pop()
+        right = values.pop()
+        left = values.pop()
+        if operator == "+":
+            values.append(left + right)
+        elif operator == "-":
+            values.append(left - right)
+        elif operator == "*":
+            values.append(left * right)
+        elif right == 0:
+            return False
+        else:
+            values.append(left / right)
+    return True
 
 
 # ---------------------------------------------------------------- rewards
-# A completion begins inside the thinking: the prompt has opened <think>. The stop token is already
-# gone.
-
-def _answer(text: str) -> str | None:
-    """What stands in the one <answer>...</answer>; None where there is none, or more than one tag
-    of a kind."""
-    before, opening, rest = text.partition("<answer>")
-    inside, closing, after = rest.partition("</answer>")
-    one = opening and closing and not any(tag in part for tag in ("<answer>", "</answer>")
-                                          for part in (before, inside, after))
-    return inside if one else None
-
-
-def format_reward_function(completion: str) -> float:
-    """1.0 for thinking, then one answer block, and nothing else; else 0.1 for closed thinking plus
-    0.5 for an answer."""
-    _, closed, rest = completion.partition("</think>")
-    rest = rest.strip(SPACE)
-    if (closed and "</think>" not in rest and _answer(rest) is not None
-            and rest.startswith("<answer>") and rest.endswith("</answer>")):
-        return 1.0
-    has_answer = "</answer>" in completion.partition("<answer>")[2]
-    return 0.1 * bool(closed) + 0.5 * has_answer
-
-
-def answer_reward_function(completion: str, nums: list[int], target: int) -> float:
-    """1.0 when the one answer after the thinking uses exactly the given numbers and equals the
-    target, else 0.0."""
-    _, closed, rest = completion.partition("</think>")
-    answer = _answer(rest)
-    # a thinking opened again is not over
-    if not closed or "<think>" in rest or "</think>" in rest or answer is None:
-        return 0.0
-    expression, equals, claimed = answer.partition("=")
-    if equals and claimed.strip(SPACE) != str(target):
-        return 0.0
-    tokens = _tokenize(expression)
-    # The numbers are compared, as text, before any arithmetic: nothing but the given numbers is
-    # ever computed with.
-    if (tokens is None
-            or sorted(token for token in tokens if token.isdigit()) != sorted(map(str, nums))):
-        return 0.0
-    return float(_evaluate(tokens) == target)
-
+# A completion begins inside the thinking, because the prompt has opened <think>.
 
 def reward_function(completion: str, row: dict) -> dict[str, float]:
     return {
         "format": format_reward_function(completion),
         "answer": answer_reward_function(completion, row["nums"], row["target"]),
     }
+
+
+def format_reward_function(completion: str) -> float:
+    """Returns 1.0 for thinking, then one answer block, and nothing else. Otherwise it returns 0.1
+    for closed thinking plus 0.5 for any answer block."""
+    _, closed, rest = completion.partition("</think>")
+    rest = rest.strip(SPACE)
+    is_block = rest.startswith("<answer>") and rest.endswith("</answer>")
+    if closed and is_block and "</think>" not in rest and _expression(rest) is not None:
+        return 1.0
+    has_answer = "</answer>" in completion.partition("<answer>")[2]
+    return 0.1 * bool(closed) + 0.5 * has_answer
+
+
+def answer_reward_function(completion: str, nums: list[int], target: int) -> float:
+    """Returns 1.0 if the one answer after the thinking uses exactly the given numbers and equals
+    the target, and 0.0 otherwise."""
+    _, closed, rest = completion.partition("</think>")
+    answer = _expression(rest)
+    is_thinking = not closed or "<think>" in rest or "</think>" in rest
+    if is_thinking or answer is None:
+        return 0.0
+    # An answer may claim its own result, like 1+2 = 3. The claim has to be the target.
+    expression, equals, claimed = answer.partition("=")
+    if equals and claimed.strip(SPACE) != str(target):
+        return 0.0
+    tokens = _tokenize(expression)
+    if tokens is None:
+        return 0.0
+    # We compare the numbers as text before any arithmetic. So we never compute with other numbers.
+    used = sorted(token for token in tokens if token.isdigit())
+    given = sorted(str(num) for num in nums)
+    return float(used == given and _evaluate(tokens) == target)
+
+
+def _expression(text: str) -> str | None:
+    """Returns what stands in the one <answer>...</answer>. Returns None if either tag is missing,
+    or stands there more than once."""
+    if text.count("<answer>") != 1 or text.count("</answer>") != 1:
+        return None
+    _, _, rest = text.partition("<answer>")
+    expression, closing, _ = rest.partition("</answer>")
+    return expression if closing else None

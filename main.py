@@ -1,48 +1,35 @@
 """GRPO in one file: reinforcement learning that teaches a language model to reason.
 
-The algorithm, once per step:
-  1. take the next questions, N of them for each rank                          questions
-  2. sample a group of G answers to each                                       sample
-  3. score every answer with the task's rewards                                score
-  4. compare each answer with its group: A_ij = r_ij - mean_j r_ij             compute_advantages
-  5. raise the log-probability of the better ones, lower that of the worse:    policy_loss
-         loss = -sum_i sum_j sum_t A_ij log pi(a_ij[t] | q_i, a_ij[<t]) / (B L)
-     where B is how many answers of all ranks count, and L the longest answer allowed
-  6. an AdamW step on the gradient that all ranks share                        learn
-  7. now and then, measure on questions that are never trained on              evaluate
+GRPO is group relative policy optimization. The model answers questions, and a program scores the
+answers. The model learns to give answers like the better ones more often. One training step:
 
-That is Dr. GRPO. What it leaves out of GRPO as first published, and the key of `training` that
-brings it back:
-  - dividing by the group's standard deviation, which favours questions that are nearly always or
-    nearly never solved (by its mean, MaxRL: nearly never)                     scale_rewards
-  - dividing by each answer's length, which favours long wrong answers         loss_normalizer
-  - the ratio to the policy before the batch's first update, and its clipping: with one update
-    (mu = 1) the ratio is always 1                             updates_per_batch, clip, ratio
-  - the KL penalty: it needs a second model, and rewards computed from the answer leave no reward
-    model to fool                                                              kl_beta, kl_in
-With `learning_type: sil` step 4 becomes self-imitation: the k best of n answers get advantage 1 if
-their reward is above 0, and are all that is learned from. With `mask_truncated` an answer that was
-cut off counts, but has no gradient; with `refill` other questions take the place of those solved by
-all answers or by none (DAPO).
+  1. questions            takes the next questions of the data set.
+  2. sample               samples a group of answers to each question from the model.
+  3. score                computes the reward of every answer.
+  4. compute_advantages   compares every answer with the others to the same question. Its
+                          advantage is its reward minus the mean reward of its group.
+  5. policy_loss          sums -advantage * log-probability of all tokens, divided by a constant.
+  6. learn                takes an AdamW step down the gradient of this loss over all ranks.
+  7. evaluate             now and then measures the model on questions that it never trains on.
 
-    torchrun --nproc-per-node=4 main.py                     four GPUs, or four processes on a CPU
-    python main.py --config my.yaml training.seed=1         one rank; keys laid over config.yaml
+An example with the settings of config.yaml and two ranks. Eight answers to one question have the
+rewards 1, 0, 0, 1, 0, 0, 0, 0. Their mean is 0.25, so a right answer has the advantage +0.75, and a
+wrong one has -0.25. The step has 2 ranks x 8 questions x 8 answers = 128 answers of at most 192
+tokens. So the loss has -0.75 / (128 x 192) times the log-probability of a right answer's token, and
++0.25 / (128 x 192) times that of a wrong one's. A step down makes right answers more likely.
 
-The task is countdown.py, what is shown and kept logger.py. machinery/ holds what can be believed
-unread: settings, ranks, checkpoints, signals, and for the algorithm these functions:
-  read_prompts                 keys and values of each prompt, read once for all its answers
-  states_before, project       the state from which each token is predicted; and its logits,
-  in_chunks                    which never exist for all tokens at once
-  make_micro_batches           answers of similar length, as many together as fit
-  in_step                      adds idle ones where a rank has none; with `shard`, fewer than others
-  hand_to_answers              splits a tensor of all their tokens, (tokens,), among the answers
-  Sharded, whole               `shard`, in place of DDP: a rank keeps but a part of each weight, and
-                               every pass gathers them; and all of such a tensor
-  over_ranks, random_stream    sums over ranks; random numbers as a function of seed, step, rank
-Functions that say "Collective" meet the other ranks: all have to call them, in the same order.
+This is Dr. GRPO, "GRPO done right" (Liu et al. 2025). It does not divide by the standard deviation
+of the rewards, nor by the length of an answer. The last section, "Variants", holds what other
+papers do differently. A key of config.yaml switches each variant on.
+
+    torchrun --nproc-per-node=4 main.py    four GPUs, or four processes on a CPU
+    python main.py training.seed=1         one process, with one setting changed
+
+Start reading at `training_step`. Each process is a rank, and all ranks learn the same weights. If
+a docstring says "Collective", all ranks have to call that function, because they communicate in it.
 """
 
-import machinery  # noqa: F401, I001  says what is being loaded, before it is
+import machinery  # noqa: F401, I001  It prints a message before the slow imports below.
 import math
 import random
 from collections.abc import Callable
@@ -53,443 +40,600 @@ from statistics import stdev
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from logger import Logger
+from machinery.batches import backward_idly, batches_in_step, store_in_answers
+from machinery.card import model_card
 from machinery.checkpoints import RunFolder
-from machinery.errors import UserError
-from machinery.launch import launch, stop_signals
-from machinery.metrics import change_metrics, evaluation_metrics, sampler_metrics, step_metrics
-from machinery.model import load_model, make_reference, make_sampler, refresh_sampler, warm_up
-from machinery.policy import (HALF, hand_to_answers, in_chunks, in_step, make_micro_batches,
-                              project, read_prompts, states_before)
-from machinery.ranks import RANK, WORLD_SIZE, epoch_order, errors_shared, over_ranks, random_stream
-from machinery.settings import ADVICE, Config, TrainingSettings, load_config
-from machinery.sharding import Sharded, whole
-from machinery.tasks import (check_lengths, contents_of, encode_prompt, grade, load_questions,
-                             load_task)
+from machinery.evaluation import evaluation_metrics
+from machinery.launch import launch
+from machinery.metrics import NOTHING_LEARNED, StepReport, UpdateStatistics
+from machinery.model import (find_stop_ids, load_model, make_reference, make_sampler,
+                             refresh_sampler, warm_up)
+from machinery.policy import HALF_PRECISION, compute_in_chunks, output_logits, states_before_tokens
+from machinery.ranks import (RANK, WORLD_SIZE, errors_on_all_ranks, random_stream, shuffled_order,
+                             sum_over_ranks)
+from machinery.sampling import generate
+from machinery.schedule import count_skipped, is_due, learning_rate_at
+from machinery.settings import Config, TrainingSettings, load_config
+from machinery.sharding import Sharded, unsharded
+from machinery.tasks import (Question, Questions, Task, check_prompt_lengths, grade,
+                             load_questions, load_task)
 
 
 @dataclass
 class Trajectory:
-    """One sampled answer. It carries its own lengths: masks are made of them, never by looking for
-    pad or stop tokens, which are one and the same id in many base models."""
+    """One sampled answer. Tensors of shape (tokens,) have one value for each sampled token.
 
-    row: dict
-    prompt_ids: list[int]
-    completion_ids: list[int]  # the sampled stop token included
-    completion: str            # the text without it
-    truncated: bool            # no stop token within max_new_gen_tokens
-    parts: dict[str, float] = field(default_factory=dict)
+    Answers are not padded. In padded ones a stop token would look like padding, because in many
+    base models both have the same id."""
+
+    question: Question         # It holds the row of the data set, and the tokens of the prompt.
+    completion_ids: list[int]  # The sampled stop token is included.
+    completion: str            # This is the text without the stop token.
+    is_truncated: bool         # No stop token came within max_new_gen_tokens.
+    reward_parts: dict[str, float] = field(default_factory=dict)
     reward: float = 0.0
     advantage: float = 0.0
-    old_logprobs: torch.Tensor | None = None        # (tokens,) before the batch's first update
-    new_logprobs: torch.Tensor | None = None        # (tokens,) after its last, where measured
-    reference_logprobs: torch.Tensor | None = None  # (tokens,) of the model as it was loaded
+    old_log_probs: torch.Tensor | None = None        # (tokens,) before the step's first update
+    new_log_probs: torch.Tensor | None = None        # (tokens,) after its last, by StepReport
+    reference_log_probs: torch.Tensor | None = None  # (tokens,) of the model as it was loaded
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return self.question.prompt_ids
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.completion_ids)
 
 
 @dataclass
 class Run:
-    """What the functions below share. A step changes weights, moments, `step` and `best` alone."""
+    """What the functions below share. A step changes the weights of `model`, the `optimizer`,
+    `step`, `best` and `last_evaluation`. A checkpoint holds these five."""
 
     config: Config
     folder: RunFolder
     log: Logger
-    task: object                     # countdown.py, or whatever file task.name says
-    tokenizer: object
-    training_rows: list[dict]
-    validation_rows: list[dict]
-    model: nn.Module
-    sampler: nn.Module               # what answers are drawn from: the model, or a bfloat16 copy
-    policy: DistributedDataParallel  # or Sharded: a `Policy`, whose gradients all ranks share
-    reference: Callable | None       # the same of the model as it was loaded: for the KL term
+    task: Task                       # countdown.py, or the file that task.name says
+    tokenizer: PreTrainedTokenizerBase
+    stop_ids: list[int]              # Any of these tokens ends an answer.
+    training_questions: Questions
+    validation_questions: Questions
+    model: nn.Module                 # the weights that learn
+    sampler: nn.Module               # It samples answers. See `prepare`.
+    policy: DistributedDataParallel | Sharded  # It wraps `model`. Ranks share its gradients.
+    reference: Callable | None       # the policy as it was loaded, frozen, for a KL penalty
     optimizer: torch.optim.Optimizer
-    step: int                        # training steps done
-    best: tuple[float, float]        # best-of-n and mean accuracy of what is in best/
+    step: int                        # the number of training steps that have begun
+    best: tuple[float, float]        # how good the best model was, see evaluate_and_keep_best
+    last_evaluation: int | None      # the step after which the model was last evaluated
+
+
+# ---------------------------------------------------------------- the algorithm
+
+def training_step(run: Run) -> dict[str, float]:
+    """Takes one step of Dr. GRPO. Returns what its last update was like. Collective."""
+    run.step += 1
+    training = run.config.training
+    num_sampled = training.num_samples_per_step * training.group_size  # own questions x answers
+    # Random numbers are a function of seed, step, purpose, and the rank, which is added in there.
+    stream = random_stream(training.seed, run.step, "train")
+    torch.manual_seed(stream.getrandbits(63))
+
+    # 1. and 2. Sample a group of answers to each of the next questions.
+    with run.log.phase("sample", num_sampled):
+        sampled_groups = sample(run, questions(run), training.group_size)
+
+    # 3. Score every answer.
+    with run.log.phase("score", num_sampled):
+        score(run, sampled_groups)
+    groups, all_groups = refill(run, sampled_groups)  # A variant. By default all are the same.
+
+    # 4. Compare every answer with its group. (Only a variant uses `stream` here.)
+    answers = []
+    for group in groups:
+        answers += compute_advantages(group, training, stream)
+
+    # 5. and 6. Compute the loss and its gradient, and update the weights.
+    report = StepReport(run, sampled_groups, all_groups)  # for metrics from before and after
+    with run.log.phase("learn", len(answers) * training.updates_per_batch):
+        updates = learn(run, answers)
+    run.log.step(run.step, report.metrics(answers, updates))
+
+    # 7. Now and then, measure the model on questions that it never trains on.
+    if is_due(run.step, run.config.validation.every, run.config):  # Also due after the last step.
+        evaluate_and_keep_best(run)
+    return updates[-1]
 
 
 # ---------------------------------------------------------------- 1. questions
 
-def questions(rows: list[dict], step: int, config: Config) -> list[dict]:
-    """This rank's N questions of a step. In an order that the seed decides, a step takes the next
-    N x ranks of them: with half the ranks and twice the N they are the same."""
-    N, seed = config.training.num_samples_per_step, config.training.seed
-    first = ((step - 1) * WORLD_SIZE + RANK) * N
-    places = [divmod(position, len(rows)) for position in range(first, first + N)]
-    return [rows[epoch_order(len(rows), seed, epoch)[offset]] for epoch, offset in places]
+def questions(run: Run) -> list[Question]:
+    """Returns this rank's questions of a step. All ranks together take the next ones in shuffled
+    order. So two ranks with 8 questions each take the same as one rank with 16."""
+    num_per_rank = run.config.training.num_samples_per_step
+    num_questions = len(run.training_questions)
+    first = ((run.step - 1) * WORLD_SIZE + RANK) * num_per_rank
+    questions_of_step = []
+    for position in range(first, first + num_per_rank):
+        epoch, offset = divmod(position, num_questions)
+        order = shuffled_order(num_questions, run.config.training.seed, epoch)
+        questions_of_step.append(run.training_questions[order[offset]])
+    return questions_of_step
 
 
 # ---------------------------------------------------------------- 2. sampling
 
-TOKENS_PER_SLICE = 16  # after so many tokens the finished answers leave the batch
+def sample(run: Run, asked: list[Question], group_size: int) -> list[list[Trajectory]]:
+    """Samples `group_size` answers to each question. Returns one group for each question."""
+    config = run.config
+    prompts = []
+    for question in asked:
+        prompts += [question.prompt_ids] * group_size
+    settings = GenerationConfig(
+        do_sample=True,
+        temperature=config.sampling.temperature,
+        top_p=config.sampling.top_p,
+        top_k=config.sampling.top_k,
+        max_new_tokens=config.training.max_new_gen_tokens,
+        eos_token_id=run.stop_ids,
+        pad_token_id=run.stop_ids[0],
+    )
+    # Hugging Face's `generate`, made faster. Answers come without padding, with their stop token.
+    completions = generate(
+        run.sampler, prompts, settings, config.sampling.max_rows, run.log.advance)
+    groups = []
+    for i, question in enumerate(asked):
+        completions_of_group = completions[i * group_size:(i + 1) * group_size]
+        groups.append([make_trajectory(run, question, ids) for ids in completions_of_group])
+    return groups
 
 
-@torch.inference_mode()
-def complete(sampler, prompts: list[list[int]], L: int, bar) -> list[list[int]]:
-    """One completion of each prompt, by Hugging Face's `generate`. Equal prompts are read once."""
-    settings = sampler.generation_config  # what `make_sampler` gave it, never the model's own
-    # (answers, time), padded on the left; and keys and values of all but the last token
-    ids, mask, cache = read_prompts(sampler, prompts)
-    completions: list[list[int]] = [[] for _ in prompts]
-    unfinished = list(range(len(prompts)))  # which completion each place of the batch belongs to
-    for done in range(0, L, TOKENS_PER_SLICE):
-        settings.max_new_tokens = min(TOKENS_PER_SLICE, L - done)
-        sequences = sampler.generate(ids, attention_mask=mask, past_key_values=cache,
-                                     generation_config=settings)
-        new_ids = sequences[:, ids.shape[1]:]  # (answers, slice); after a stop token only padding
-        going_on = []  # places
-        for place, (i, own_ids) in enumerate(zip(unfinished, new_ids.tolist(), strict=True)):
-            stops = [t for t, token in enumerate(own_ids) if token in settings.eos_token_id]
-            completions[i] += own_ids[:stops[0] + 1] if stops else own_ids
-            if not stops:
-                going_on.append(place)
-        bar.update(len(unfinished) - len(going_on))
-        unfinished = [unfinished[place] for place in going_on]
-        if not unfinished:
-            break
-        ids = sequences[going_on]
-        mask = pad(mask, (0, new_ids.shape[1]), value=True)[going_on]
-        cache.batch_select_indices(torch.tensor(going_on, device=ids.device))
-    bar.update(len(unfinished))  # those cut off
-    return completions
-
-
-def sample(run: Run, rows: list[dict], num_answers: int, bar) -> list[Trajectory]:
-    """`num_answers` answers to each row, those to one row side by side."""
-    config, L = run.config, run.config.training.max_new_gen_tokens
-    prompts = [encode_prompt(row, run.task, run.tokenizer, config) for row in rows]
-    asked = [prompt for prompt in prompts for _ in range(num_answers)]
-    run.sampler.eval()  # in train mode gradient checkpointing would drop the cache
-    completions, at_once = [], config.sampling.max_rows
-    for start in range(0, len(asked), at_once):
-        completions += complete(run.sampler, asked[start:start + at_once], L, bar)
-    answers = []
-    for i, ids in enumerate(completions):
-        truncated = ids[-1] not in run.sampler.generation_config.eos_token_id
-        text = run.tokenizer.decode(ids if truncated else ids[:-1],
-                                    clean_up_tokenization_spaces=False)
-        answers.append(Trajectory(rows[i // num_answers], asked[i], ids, text, truncated))
-    return answers
+def make_trajectory(run: Run, question: Question, completion_ids: list[int]) -> Trajectory:
+    is_truncated = completion_ids[-1] not in run.stop_ids
+    text_ids = completion_ids if is_truncated else completion_ids[:-1]
+    text = run.tokenizer.decode(text_ids, clean_up_tokenization_spaces=False)
+    return Trajectory(question, completion_ids, text, is_truncated)
 
 
 # ---------------------------------------------------------------- 3. rewards
 
-def score(answers: list[Trajectory], task, bar) -> None:
-    """The task's reward parts, and their weighted sum."""
-    weights = task.REWARD_WEIGHTS.items()
-    for answer in answers:
-        answer.parts = grade(task, answer)  # a reward that fails ends the run, and says where
-        answer.reward = sum(weight * answer.parts[part] for part, weight in weights)
-        bar.update(1)
-
-
-def refill(run: Run, groups: list[list[Trajectory]], step: int, bar) -> tuple[list, list]:
-    """Returns the groups, but in place of those whose answers are all alike in SOLVED (not in
-    reward: form alone is worth no question) groups of newly drawn questions; and those replaced."""
-    G, solved, replaced = run.config.training.k_best_of_n[1], run.task.SOLVED, []
-    for attempt in range(run.config.training.refill):
-        alike = [i for i, group in enumerate(groups)
-                 if len({answer.parts[solved] for answer in group}) == 1]
-        if not alike:
-            break
-        stream = random_stream(run.config.training.seed, step, f"refill {attempt}")
-        answers = sample(run, [stream.choice(run.training_rows) for _ in alike], G, bar)
-        score(answers, run.task, bar)
-        replaced += [groups[i] for i in alike]
-        new = {i: answers[place * G:(place + 1) * G] for place, i in enumerate(alike)}
-        groups = [new.get(i, group) for i, group in enumerate(groups)]
-    return groups, replaced
+def score(run: Run, groups: list[list[Trajectory]]) -> None:
+    """Sets the reward of every answer. It is a weighted sum of the parts that the task returns."""
+    for group in groups:
+        for answer in group:
+            answer.reward_parts = grade(run.task, answer)
+            answer.reward = 0.0
+            for part, weight in run.task.REWARD_WEIGHTS.items():
+                answer.reward += weight * answer.reward_parts[part]
+            run.log.advance(1)
 
 
 # ---------------------------------------------------------------- 4. advantages
 
-def compute_advantages(group: list[Trajectory], training: TrainingSettings,
-                       stream: random.Random) -> list[Trajectory]:
-    """Sets A_ij for the answers j to one question i. Returns those that B counts: all of them, or
-    with sil the k best."""
-    rewards = [answer.reward for answer in group]
+def compute_advantages(
+    group: list[Trajectory], training: TrainingSettings, stream: random.Random
+) -> list[Trajectory]:
+    """Sets the advantage of every answer to one question: its reward minus the group's mean reward.
+    Returns the answers that count in the loss, by default all of them."""
     if training.learning_type == "sil":
-        k, _ = training.k_best_of_n
-        best = sorted(group, key=lambda answer: (answer.reward, stream.random()), reverse=True)[:k]
-        for answer in best:
-            answer.advantage = float(answer.reward > 0)  # else it has earned nothing
-        return best
-    if max(rewards) > min(rewards):  # else all stay exactly 0, whatever a mean would round to
-        mean = sum(rewards) / len(rewards)
-        scale = {"none": 1.0, "group": stdev(rewards) + 1e-4,
-                 "mean": sum(map(abs, rewards)) / len(rewards)}[training.scale_rewards]
-        for answer in group:
-            answer.advantage = (answer.reward - mean) / scale
+        return imitate_best(group, training, stream)  # a variant
+    rewards = [answer.reward for answer in group]
+    if max(rewards) == min(rewards):
+        return group  # All advantages stay exactly 0. A rounded mean could make them differ from 0.
+    mean_reward = sum(rewards) / len(rewards)
+    for answer in group:
+        answer.advantage = answer.reward - mean_reward
+    if training.scale_rewards != "none":
+        scale_advantages(group, training)  # a variant
     return group
 
 
 # ---------------------------------------------------------------- 5. the loss
 
 class Policy(nn.Module):
-    """pi as the learner sees it, all of it inside DDP: gradients from outside are not shared."""
+    """Computes the log-probabilities of answers. All that uses the weights happens in `forward`,
+    because DistributedDataParallel has to see it in order to share gradients."""
 
-    def __init__(self, model: nn.Module, config: Config):
+    def __init__(self, model: nn.Module, config: Config, one_pass: bool = False):
         super().__init__()
-        self.model, self.temperature = model, config.sampling.temperature
-        self.mixed = config.model.precision == "mixed"
+        self.model = model
+        self.temperature = config.sampling.temperature
+        self.use_autocast = config.model.precision == "mixed"
+        self.one_pass = one_pass  # or several passes for one micro-batch, which is faster
+        self.vocabulary_size = model.config.get_text_config().vocab_size
 
     def forward(self, answers: list[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
-        """log pi(a[t] | q, a[<t]) of each token sampled, and the entropy of pi there: (tokens,)
-        each, answer after answer."""
-        with torch.autocast(self.model.device.type, HALF, enabled=self.mixed):
-            # The state at t predicts the token at t + 1.
-            states, tokens = states_before(self.model, answers)  # (tokens, width), (tokens,)
-            return in_chunks(self.log_pi, self.model, states, tokens)
+        """Returns two tensors of shape (tokens,), one answer after the other: the log-probability
+        of each sampled token, and the entropy of the softmax at its place."""
+        with torch.autocast(self.model.device.type, HALF_PRECISION, enabled=self.use_autocast):
+            # The hidden state at position t predicts the token at position t + 1.
+            states, tokens = states_before_tokens(  # (tokens, width), (tokens,)
+                self.model, answers, self.one_pass)
+            # Logits take a lot of memory. So they are computed for one chunk of tokens at a time,
+            # and once more in the backward pass.
+            return compute_in_chunks(self.log_probs_of_chunk, states, tokens, self.vocabulary_size)
 
-    def log_pi(self, states, tokens):
-        logits = project(self.model, states)  # (tokens, vocabulary), in float32 at least
-        log_pi = (logits / self.temperature).log_softmax(-1)  # at which answers are sampled
+    def log_probs_of_chunk(
+        self, states: torch.Tensor, tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = output_logits(self.model, states)  # (tokens, vocabulary), in float32 at least
+        # Answers are sampled at this temperature. (top_p and top_k, if set, are left out here.)
+        log_probs = (logits / self.temperature).log_softmax(-1)
+        token_log_probs = log_probs.gather(-1, tokens[:, None])[:, 0]  # (tokens,)
         with torch.no_grad():
-            entropies = -log_pi.exp().mul_(log_pi).sum(-1)  # in place: such tensors are large
-        return log_pi.gather(-1, tokens[:, None])[:, 0], entropies
+            # It multiplies in place, because tensors of this shape are large.
+            entropies = -log_probs.exp().mul_(log_probs).sum(-1)  # (tokens,)
+        return token_log_probs, entropies
 
 
-def policy_loss(logprobs: torch.Tensor, batch: list[Trajectory], B: int, T: int,
-                training: TrainingSettings) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """-sum_i sum_j sum_t gain_ij[t] / Z over the answers of a micro-batch, and what to watch
-    besides. With one update per batch, or with several, the gain is
+def policy_loss(
+    token_log_probs: torch.Tensor,  # (tokens,), one answer of the micro-batch after the other
+    batch: list[Trajectory],        # the micro-batch
+    num_answers: int,               # of all ranks and all micro-batches
+    num_tokens: int,                # in these answers, for a variant
+    training: TrainingSettings,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Returns this micro-batch's part of the loss. The whole loss of Dr. GRPO is
 
-        A log pi     or     min(rho A, clip(rho, 1 - low, 1 + high) A)
+        - sum over answers, sum over their tokens: advantage * token_log_prob / normalizer
+        with normalizer = num_answers * max_new_gen_tokens
 
-    where rho is pi(a_ij[t] | q_i, a_ij[<t]) over what it was before the first of them, and A is
-    A_ij; with a KL term A_ij + beta log(pi_ref / pi), held constant, unless `kl_in` says otherwise.
-    The batch of all ranks has B answers, of T tokens. Tensors are (tokens,), answer after answer.
+    Why? We want a higher mean reward of answers that the model samples itself. The gradient of this
+    mean is the mean of reward * gradient of log_prob(answer) (REINFORCE, Williams 1992), where
+    log_prob(answer) is the sum over its tokens.
 
-    A sum, whose normaliser Z is settled before the first micro-batch: how answers are split into
-    micro-batches, ordered or shared among ranks changes it only by rounding."""
-    lengths = torch.tensor([len(answer.completion_ids) for answer in batch], device=logprobs.device)
-    A = logprobs.new_tensor([answer.advantage for answer in batch])
-    A = A.repeat_interleave(lengths)  # (answers,) -> (tokens,)
-    watched, penalty = {}, 0.0
-    if beta := training.kl_beta:
-        d = torch.cat([answer.reference_logprobs for answer in batch]) - logprobs
-        kl = torch.expm1(d) - d  # the estimator k3 of KL(pi || pi_ref): never negative
-        watched["kl"] = kl.sum()
-        if training.kl_in == "reward":
-            A = A + beta * d.detach()  # part of a token's reward; its mean gradient is that of KL
-        else:
-            penalty = beta * kl  # GRPO as published; its mean gradient is that of KL(pi_ref || pi)
-    if training.updates_per_batch == 1:
-        gains = A * logprobs  # rho is 1: the gradient of rho A, though not its value
-    else:
-        change = logprobs - torch.cat([answer.old_logprobs for answer in batch])
-        if training.ratio == "sequence":  # GSPO: the geometric mean over an answer's tokens
-            own = change.split(lengths.tolist())
-            change = torch.cat([each.mean().expand_as(each) for each in own])
-        rho = change.exp()
-        low, high = training.clip or (math.inf, math.inf)
-        if training.ratio == "cispo":  # a weight, held constant, with an upper bound alone
-            gains, clipped = rho.detach().clamp(max=1 + high) * A * logprobs, rho > 1 + high
-        else:
-            gains = torch.minimum(rho * A, rho.clamp(1 - low, 1 + high) * A)
-            clipped = gains < rho * A
-        if training.clip:
-            watched["clipped"] = clipped.sum()
-    L, own_length = training.max_new_gen_tokens, lengths.repeat_interleave(lengths)  # (tokens,)
-    Z = {"max_length": B * L,          # Dr. GRPO
-         "tokens": T,                  # DAPO
-         "sequence": B * own_length}   # GRPO
-    return -((gains - penalty) / Z[training.loss_normalizer]).sum(), watched
+    Why the advantage and not the reward? Otherwise nearly every answer to an easy question would
+    push as hard as a rare right answer to a hard one. Subtracting the group's mean makes this less
+    noisy. The other answers in the mean change nothing in expectation, as the expected gradient of
+    log_prob(answer) is 0. The answer's own share in it takes 1 / group_size from the gradient.
+
+    Why not the ratio of PPO? It corrects for a policy that has changed since it sampled. With one
+    update for each batch it has not. The ratio is 1, and has the gradient of the log-probability.
+
+    Why this normalizer? A constant only sets the scale. A division by the answer's own length would
+    give tokens of short answers more weight than those of long ones. All sums are over all ranks,
+    so it does not matter how answers are split into micro-batches or ranks.
+
+    The dictionary is empty. Variants return sums over tokens in it, for metrics."""
+    has_ratio = training.updates_per_batch > 1
+    if has_ratio or training.kl_beta or training.loss_normalizer != "max_length":
+        return variant_loss(token_log_probs, batch, num_answers, num_tokens, training)
+    advantages = for_each_token([answer.advantage for answer in batch], batch, token_log_probs)
+    normalizer = num_answers * training.max_new_gen_tokens
+    return -(advantages * token_log_probs / normalizer).sum(), {}
 
 
-# ---------------------------------------------------------------- 6. its gradient
-
-def learned_from(answers: list[Trajectory], training: TrainingSettings) -> list[Trajectory]:
-    """Those that have a gradient: an advantage or a KL term, and no mask."""
-    return [answer for answer in answers if (answer.advantage or training.kl_beta)
-            and not (training.mask_truncated and answer.truncated)]
+def for_each_token(values: list, batch: list[Trajectory], like: torch.Tensor) -> torch.Tensor:
+    """Repeats the value of each answer for each of its tokens. Returns a tensor, (tokens,)."""
+    lengths = torch.tensor([answer.num_tokens for answer in batch], device=like.device)
+    return like.new_tensor(values).repeat_interleave(lengths)  # (answers,) -> (tokens,)
 
 
-def policy_gradient(run: Run, answers: list[Trajectory], bar) -> dict[str, float]:
-    """If any rank has something to learn, leaves the gradient of the batch of all ranks, clipped,
-    in the parameters of every rank. Returns what it was like, over all ranks. Collective."""
-    policy, training = run.policy, run.config.training
-    learned = learned_from(answers, training)  # the others are not run, and cost nothing
-    bar.update(len(answers) - len(learned))
-    num_learned, T = over_ranks([len(learned), sum(len(each.completion_ids) for each in answers)])
-    B = len(answers) * WORLD_SIZE  # what is not run counts too, here and in T
-    if num_learned == 0:
-        return {"loss": 0.0, "entropy": math.nan, "grad_norm": math.nan, "learned": 0,
-                "updated": 0, "non_finite": 0}
-    policy.train()
-    policy.zero_grad(set_to_none=False)  # None would allocate them again, beside DDP's buckets
-    totals = {}
-    # All ranks meet in the last backward pass, and with sharded weights in every pass. One with
-    # nothing left to learn joins them idly: with an answer, and a loss of 0.
-    idle = answers[:1]
-    micro_batches = in_step(make_micro_batches(learned, training.tokens_per_micro_batch), idle,
-                            training.shard)
-    for i, batch in enumerate(micro_batches):
-        # The ranks' gradients meet once, at the last. `no_sync` has to wrap the forward pass too:
-        # that is where DDP makes ready to share.
-        with nullcontext() if i == len(micro_batches) - 1 else policy.no_sync():
-            if training.kl_beta and batch[0].reference_logprobs is None:
-                hand_to_answers(batch, reference_logprobs=run.reference(batch)[0])
-            logprobs, entropies = policy(batch)  # (tokens,) each, at the sampling temperature
-            if batch[0].old_logprobs is None:  # constants: for rho, and for `change_metrics`
-                hand_to_answers(batch, old_logprobs=logprobs)
-            loss, watched = policy_loss(logprobs, batch, B, int(T), training)
-            if batch is idle:
-                loss = 0 * logprobs.sum()  # and not 0 * loss: nan, if rho overflows
-            (loss * WORLD_SIZE).backward()  # DDP takes the mean over ranks, the formula the sum
-        watched |= {"loss": loss, "entropy": entropies.sum(), "tokens": len(logprobs)}
-        with torch.no_grad():
-            for name, value in watched.items():
-                totals[name] = totals.get(name, 0.0) + (0.0 if batch is idle else value)
-        bar.update(0 if batch is idle else len(batch))
-    limit = training.max_grad_norm or math.inf
-    grad_norm = float(whole(nn.utils.clip_grad_norm_(policy.parameters(), limit)))
-    totals = dict(zip(totals, over_ranks([float(total) for total in totals.values()])))
-    loss, learned_tokens = totals.pop("loss"), totals.pop("tokens")
-    means = {name: total / learned_tokens for name, total in totals.items()}
-    finite = math.isfinite(grad_norm) and math.isfinite(loss)  # on every rank, or on none
-    return {"loss": loss, **means, "grad_norm": grad_norm, "learned": num_learned,
-            "updated": int(finite), "non_finite": int(not finite)}
+# ---------------------------------------------------------------- 6. learning
 
-
-def learn(run: Run, answers: list[Trajectory], bar) -> list[dict[str, float]]:
-    """mu updates on the same answers, and what each was like. Collective."""
+def learn(run: Run, answers: list[Trajectory]) -> list[dict[str, float]]:
+    """Updates the weights, by default once. Returns what each update was like. Collective."""
+    training = run.config.training
+    run.optimizer.param_groups[0]["lr"] = learning_rate_at(run.step, training)
     updates = []
-    for _ in range(run.config.training.updates_per_batch):  # mu
-        updates.append(policy_gradient(run, answers, bar))
-        if not updates[-1]["updated"]:  # on every rank, or on none
-            break
+    for _ in range(training.updates_per_batch):
+        update = policy_gradient(run, answers)
+        updates.append(update)
+        if not update["updated"]:
+            break  # No rank had anything to learn, or the gradient was not finite.
         run.optimizer.step()
     refresh_sampler(run.sampler, run.model)
     return updates
 
 
-def scheduled_learning_rate(step: int, training: TrainingSettings) -> float:
-    """Linear warm-up, then constant, or a linear decay to 0 over `decay_steps`."""
-    rising = step / max(1, training.warmup_steps)
-    falling = 1 - (step - 1 - training.warmup_steps) / (training.decay_steps or math.inf)
-    return training.learning_rate * max(0.0, min(1.0, rising, falling))
+def policy_gradient(run: Run, answers: list[Trajectory]) -> dict[str, float]:
+    """Leaves the gradient of the whole loss in the parameters of every rank. Returns what it is
+    like. Collective."""
+    policy = run.policy
+    training = run.config.training
+    learned = [answer for answer in answers if is_learned_from(answer, training)]
+    run.log.advance(len(answers) - len(learned))
+    num_own_tokens = sum(answer.num_tokens for answer in answers)
+    totals = sum_over_ranks({"learned": len(learned), "tokens": num_own_tokens})
+    if totals["learned"] == 0:
+        return NOTHING_LEARNED
+
+    # Both numbers also count answers without a gradient. All ranks have equally many answers.
+    num_answers = len(answers) * WORLD_SIZE
+    num_tokens = int(totals["tokens"])
+    policy.train()  # `generate` sets eval mode again.
+    policy.zero_grad(set_to_none=False)  # Gradients stay in DistributedDataParallel's buffers.
+    statistics = UpdateStatistics(training)
+    # A rank without a micro-batch has one idle pass. (With `shard`, all need equally many passes.)
+    batches, num_idle_passes = batches_in_step(learned, training)
+    for batch in batches:
+        if training.kl_beta:
+            add_reference_log_probs(run, batch)  # a variant
+        # The ranks share their gradients once, in the last backward pass. `no_sync` has to include
+        # the forward pass, where DistributedDataParallel prepares. (With `shard` it does nothing.)
+        is_last = batch is batches[-1]
+        with nullcontext() if is_last else policy.no_sync():
+            token_log_probs, entropies = policy(batch)
+            if batch[0].old_log_probs is None:  # In the first update. For metrics and variants.
+                store_in_answers(batch, old_log_probs=token_log_probs.detach())
+            loss, watched = policy_loss(token_log_probs, batch, num_answers, num_tokens, training)
+            # Our loss is a sum over ranks, but DistributedDataParallel takes their mean.
+            (loss * WORLD_SIZE).backward()
+        statistics.add(loss=loss, entropy=entropies.sum(), tokens=len(token_log_probs), **watched)
+        run.log.advance(len(batch))
+    # In an idle pass, a rank takes part in sharing the gradients, and contributes zeros.
+    backward_idly(policy, num_idle_passes)
+    max_norm = training.max_grad_norm or math.inf
+    grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), max_norm)
+    return statistics.summary(totals["learned"], float(unsharded(grad_norm)))
+
+
+def is_learned_from(answer: Trajectory, training: TrainingSettings) -> bool:
+    """Whether anything is learned from an answer. The others cost no pass through the model."""
+    has_gradient = answer.advantage != 0 or training.kl_beta > 0  # A KL penalty is a variant.
+    return has_gradient and not is_masked(answer, training)  # Masking is a variant, too.
 
 
 # ---------------------------------------------------------------- 7. evaluation
 
 def evaluate(run: Run) -> list[list[Trajectory]] | None:
-    """n answers to every held-out question, sampled as in training, shared among the ranks. Rank 0
-    gets all of them, a group for each question, the others None. Collective."""
-    random_stream(run.config.training.seed, run.step, "evaluate")  # seeds torch, too
-    n, rows = run.config.validation.best_of_n, run.validation_rows
-    mine = rows[RANK::WORLD_SIZE]
-    with run.log.phase("evaluate", len(mine) * n) as bar:
-        answers = sample(run, mine, n, bar)
-    with run.log.phase("score", len(answers)) as bar:
-        score(answers, run.task, bar)
-    gathered: list | None = [None] * WORLD_SIZE if RANK == 0 else None
-    dist.gather_object(answers, gathered)
+    """Samples a group of answers to every held-out question. The ranks share the questions. Rank 0
+    returns all groups, and the others return None. Collective."""
+    stream = random_stream(run.config.training.seed, run.step, "evaluate")
+    torch.manual_seed(stream.getrandbits(63))
+    group_size = run.config.validation.best_of_n
+    own_questions = run.validation_questions[RANK::WORLD_SIZE]
+    num_sampled = len(own_questions) * group_size
+    with run.log.phase("evaluate", num_sampled):
+        groups = sample(run, own_questions, group_size)
+    with run.log.phase("score", num_sampled):
+        score(run, groups)
+    gathered = [None] * WORLD_SIZE if RANK == 0 else None
+    dist.gather_object(groups, gathered)
     if RANK != 0:
         return None
-    places = [divmod(i, WORLD_SIZE) for i in range(len(rows))]  # question i: (place, rank)
-    return [gathered[rank][place * n:(place + 1) * n] for place, rank in places]
+    return [gathered[i % WORLD_SIZE][i // WORLD_SIZE] for i in range(len(run.validation_questions))]
 
 
-def evaluation_step(run: Run) -> None:
-    """Measures, shows and keeps it; and the model, if it is the best so far. Collective."""
-    if (groups := evaluate(run)) is None:
-        return
+def evaluate_and_keep_best(run: Run) -> None:
+    """Evaluates the model, and saves it if it is the best so far. Collective."""
+    groups = evaluate(run)
+    run.last_evaluation = run.step
+    if groups is None:
+        return  # Rank 0 does the rest. It saves the sampler, which is never sharded.
     metrics = evaluation_metrics(groups, run.task)
     run.log.evaluation(run.step, metrics, groups)
-    quality = metrics["eval/best_of_n"], metrics["eval/solved"]
+    quality = (metrics["eval/best_of_n"], metrics["eval/solved"])
     if quality > run.best:
         run.best = quality
-        run.folder.save_best(run, metrics)
+        run.folder.save_best(run, model_card(run, run.log.first_evaluation, metrics))
 
 
-# ---------------------------------------------------------------- the loop
+# ---------------------------------------------------------------- the training loop
 
-def training_step(run: Run) -> dict[str, float]:
-    """The head of this file, line by line. Returns what its last update was like. Collective."""
-    config, training, step = run.config, run.config.training, run.step + 1
-    N, G = training.num_samples_per_step, training.k_best_of_n[1]  # k is for sil alone
-    stream = random_stream(training.seed, step, "train")  # seeds torch, which samples, too
-    with run.log.phase("sample", N * G) as bar:
-        rows = questions(run.training_rows, step, config)                          # 1.
-        answers = sample(run, rows, G, bar)                                        # 2.
-    with run.log.phase("score", N * G) as bar:
-        score(answers, run.task, bar)                                              # 3.
-    groups = [answers[i:i + G] for i in range(0, N * G, G)]
-    with run.log.phase("refill") as bar:
-        kept, replaced = refill(run, groups, step, bar)
-    counted = [answer for group in kept
-               for answer in compute_advantages(group, training, stream)]          # 4.
-    run.optimizer.param_groups[0]["lr"] = scheduled_learning_rate(step, training)
-    evaluating = step % config.validation.every == 0 or step == training.max_steps
-    with run.log.phase("learn", len(counted) * training.updates_per_batch) as bar:
-        measured = sampler_metrics(run, answers) if step == 1 else {}
-        updates = learn(run, counted, bar)                                         # 5. 6.
-        if step == 1 or evaluating:
-            measured |= change_metrics(run, learned_from(counted, training))
-    run.step = step
-    run.log.step(step, step_metrics(run, groups, kept + replaced, updates, measured))
-    if evaluating:
-        evaluation_step(run)                                                       # 7.
-    return updates[-1]
-
-
-def train(run: Run) -> int:
-    """From where the run stands to its last step. A step is saved after its evaluation, so that
-    going on repeats nothing. Returns how many of the last steps were not finite. Collective."""
-    training, bad_steps = run.config.training, 0
-    evaluated = over_ranks([run.log.evaluated(run.step)], dist.ReduceOp.MAX) == [1]  # rank 0 knows
-    if not evaluated and (run.step == 0 or run.step >= training.max_steps):  # none, or killed
-        evaluation_step(run)
-    stop_requested = stop_signals()  # SIGTERM, SIGINT and SIGHUP wait for the end of a step
+def train(run: Run) -> None:
+    """Trains to the last step. A run that is killed at any time resumes after the newest step that
+    was saved, and repeats what came after it. Collective."""
+    training = run.config.training
+    # Evaluate before the first step, or when max_steps was lowered and no step is left.
+    if run.last_evaluation != run.step and (run.step == 0 or run.step >= training.max_steps):
+        evaluate_and_keep_best(run)
+    num_skipped = 0  # steps in a row with a gradient that is not finite; five end the run
     while run.step < training.max_steps:
         update = training_step(run)
-        if update["learned"]:  # a step without a signal neither counts nor makes up for one
-            bad_steps = bad_steps + 1 if update["non_finite"] else 0
-        if bad_steps == training.max_bad_steps:
-            raise UserError(ADVICE["bad_steps"].format(bad_steps=bad_steps, step=run.step))
-        stop = stop_requested()  # on any rank; all of them get the same answer
-        due = run.step % run.config.checkpoint.every == 0 or run.step == training.max_steps
-        if (due or stop) and not bad_steps:  # else a restart goes on from before them
+        num_skipped = count_skipped(num_skipped, update, run.step)
+        if is_due(run.step, run.config.checkpoint.every, run.config):
             with run.log.phase("save"):
                 run.folder.save(run)
-        if stop and run.step < training.max_steps:
-            raise stop  # the process ends with 128 + the signal's number
-    return bad_steps
 
 
 def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
-    """All that a run works with, where its newest checkpoint left it. Collective."""
+    """Loads all that a run needs, and restores the newest checkpoint if there is one. Collective.
+
+    The policy computes log-probabilities of answers, with gradients. The sampler generates answers.
+    Usually one set of weights serves both. In mixed precision the sampler is a copy in bfloat16,
+    which differs by rounding. With `shard` it is a whole copy on each rank."""
     training = config.training
-    with errors_shared(in_turn=training.shard), log.phase("read"):  # a mistake of one ends them all
+    with errors_on_all_ranks(in_turn=training.shard), log.phase("read"):
         task = load_task(config)
         model, tokenizer = load_model(config)
-        training_rows, validation_rows = load_questions(task, tokenizer, config, log.say)
-        check_lengths(training_rows + validation_rows, model, task, tokenizer, config)
-        contents = contents_of(task, training_rows + validation_rows, model, tokenizer, config)
+        stop_ids = find_stop_ids(model, tokenizer)
+        training_questions, validation_questions = load_questions(task, tokenizer, config)
+        all_rows = training_questions.rows + validation_questions.rows
+        check_prompt_lengths(all_rows, model, task, tokenizer, config)
+        sampler = make_sampler(model, config)
         reference = make_reference(Policy, model, config) if training.kl_beta else None
-        sampler = make_sampler(model, tokenizer, config)
-        policy = Policy(model, config)
-        sharded = Sharded(policy) if training.shard else None  # leaves room for the next rank
+        policy = Policy(model, config, one_pass=training.shard)
+        if training.shard:
+            policy = Sharded(policy)  # Each rank keeps a part of every weight of `model`.
     with log.phase("prepare"):
-        policy = sharded or DistributedDataParallel(policy, gradient_as_bucket_view=True)
-        optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, betas=training.adam_betas,
-                                      weight_decay=training.weight_decay, fused=True)
-        warm_up(policy, optimizer)  # buckets and moments are there from the start, resumed or not
-        step, best = folder.restore(model, optimizer, contents)  # of the newest checkpoint, if any
+        if not training.shard:
+            policy = DistributedDataParallel(policy, gradient_as_bucket_view=True)
+        optimizer = torch.optim.AdamW(  # `learn` sets the learning rate of each step.
+            policy.parameters(), lr=0.0, betas=training.adam_betas,
+            weight_decay=training.weight_decay, fused=True)
+        warm_up(policy, optimizer)  # It allocates memory, and changes no weight.
+        run = Run(
+            config, folder, log, task, tokenizer, stop_ids, training_questions,
+            validation_questions, model, sampler, policy, reference, optimizer,
+            step=0, best=(-math.inf, -math.inf), last_evaluation=None)
+        folder.restore(run)
         refresh_sampler(sampler, model)
-    return Run(config, folder, log, task, tokenizer, training_rows, validation_rows, model, sampler,
-               policy, reference, optimizer, step, best)
+    return run
 
 
 def main(arguments: list[str]) -> None:
-    with errors_shared():
+    with errors_on_all_ranks():
         config = load_config(arguments)
     with RunFolder(config) as folder, Logger(config, folder) as log:
         run = prepare(config, folder, log)
         log.start(run)
-        log.finish(bad_steps=train(run))
+        train(run)
+        log.finish()
+
+
+# ---------------------------------------------------------------- Variants
+# What other papers do differently. With the settings of config.yaml, none of it changes anything.
+# Keys are those of `training`. GRPO as published is scale_rewards=group, loss_normalizer=sequence,
+# kl_beta=0.04, kl_in=loss and, with several updates, clip=[0.2,0.2]. Tensors are (tokens,).
+
+def imitate_best(
+    group: list[Trajectory], training: TrainingSettings, stream: random.Random
+) -> list[Trajectory]:
+    """Self-imitation (Oh et al. 2018). Key: `learning_type: sil`.
+
+    The model imitates the k best of n answers, and learns from nothing else. Each has the advantage
+    1, or 0 if its reward is not above 0. Answers of equal reward come in random order."""
+    k, _ = training.k_best_of_n  # n is the group size.
+    ranked = sorted(group, key=lambda answer: (answer.reward, stream.random()), reverse=True)
+    for answer in ranked[:k]:
+        answer.advantage = 1.0 if answer.reward > 0 else 0.0
+    return ranked[:k]
+
+
+def scale_advantages(group: list[Trajectory], training: TrainingSettings) -> None:
+    """Scaled advantages. Key: `scale_rewards`.
+
+    `group` (GRPO, Shao et al. 2024) divides by the standard deviation of the group's rewards. This
+    favours questions that are nearly always or nearly never solved. `mean` (MaxRL) divides by the
+    mean of their absolute values. This favours questions that are nearly never solved."""
+    rewards = [answer.reward for answer in group]
+    if training.scale_rewards == "group":
+        scale = stdev(rewards) + 1e-4
+    else:
+        scale = sum(abs(reward) for reward in rewards) / len(rewards)
+    for answer in group:
+        answer.advantage = answer.advantage / scale
+
+
+def is_masked(answer: Trajectory, training: TrainingSettings) -> bool:
+    """Overlong filtering (DAPO, Yu et al. 2025). Key: `mask_truncated`.
+
+    Nothing is learned from a truncated answer, but it counts in the mean and the normalizer."""
+    return training.mask_truncated and answer.is_truncated
+
+
+def refill(run: Run, groups: list[list[Trajectory]]) -> tuple[list, list]:
+    """Dynamic sampling (DAPO, Yu et al. 2025). Key: `refill`, the most rounds; 0 is off.
+
+    A group in which all answers or none are solved is replaced by one for another question, which
+    is chosen at random. Returns the groups to learn from, and all that were sampled."""
+    training = run.config.training
+    groups, replaced = list(groups), []
+    with run.log.phase("refill"):
+        for attempt in range(training.refill):
+            stream = random_stream(training.seed, run.step, f"refill {attempt}")
+            torch.manual_seed(stream.getrandbits(63))
+            alike = [i for i in range(len(groups)) if all_or_none(groups[i], run.task)]
+            if not alike:
+                break
+            new_questions = [stream.choice(run.training_questions) for _ in alike]
+            new_groups = sample(run, new_questions, training.group_size)
+            score(run, new_groups)
+            for i, new_group in zip(alike, new_groups, strict=True):
+                replaced.append(groups[i])
+                groups[i] = new_group
+    return groups, groups + replaced
+
+
+def all_or_none(group: list[Trajectory], task: Task) -> bool:
+    return len({answer.reward_parts[task.SOLVED] for answer in group}) == 1
+
+
+def variant_loss(
+    token_log_probs: torch.Tensor, batch: list[Trajectory], num_answers: int, num_tokens: int,
+    training: TrainingSettings,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss with another normalizer, with a ratio, or with a KL penalty."""
+    watched = {}
+    advantages = for_each_token([answer.advantage for answer in batch], batch, token_log_probs)
+    if training.kl_beta and training.kl_in == "reward":
+        advantages = advantages - training.kl_beta * kl_in_reward(token_log_probs, batch)
+    if training.updates_per_batch == 1:
+        objective = advantages * token_log_probs
+    else:
+        objective, is_clipped = ratio_objective(advantages, token_log_probs, batch, training)
+        if training.clip:
+            watched["clipped"] = is_clipped.sum()
+    if training.kl_beta:
+        kl = kl_in_loss(token_log_probs, batch)  # With `kl_in: reward` only for metrics.
+        watched["kl"] = kl.sum()
+        if training.kl_in == "loss":
+            objective = objective - training.kl_beta * kl
+    lengths = for_each_token([answer.num_tokens for answer in batch], batch, token_log_probs)
+    normalizer = variant_normalizer(lengths, num_answers, num_tokens, training)
+    return -(objective / normalizer).sum(), watched
+
+
+def variant_normalizer(
+    lengths: torch.Tensor, num_answers: int, num_tokens: int, training: TrainingSettings
+) -> torch.Tensor | int:
+    """Other normalizers. Key: `loss_normalizer`.
+
+    `tokens` (DAPO, Yu et al. 2025): all tokens of these answers. `sequence` (GRPO, Shao et al.
+    2024): num_answers times the answer's own length, so that all answers weigh the same."""
+    if training.loss_normalizer == "tokens":
+        return num_tokens
+    if training.loss_normalizer == "sequence":
+        return num_answers * lengths
+    return num_answers * training.max_new_gen_tokens
+
+
+def ratio_objective(
+    advantages: torch.Tensor, token_log_probs: torch.Tensor, batch: list[Trajectory],
+    training: TrainingSettings,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """PPO's ratio and clipping, also by GSPO and CISPO. Keys: `updates_per_batch`, `ratio`, `clip`.
+
+    From the second update on, the policy is not the one that sampled the answers. The ratio of
+    their probabilities corrects for that. Clipping takes away the gain of moving further. With one
+    update neither has an effect. Returns the objective of each token, and whether it is clipped."""
+    log_ratio = token_log_probs - torch.cat([answer.old_log_probs for answer in batch])
+    if training.ratio == "sequence":
+        # GSPO (Zheng et al. 2025): one ratio for an answer, the geometric mean of its tokens'.
+        lengths = [answer.num_tokens for answer in batch]
+        means = [of_answer.mean().expand_as(of_answer) for of_answer in log_ratio.split(lengths)]
+        log_ratio = torch.cat(means)
+    ratio = log_ratio.exp()
+    low, high = training.clip or (math.inf, math.inf)
+    if training.ratio == "cispo":
+        # CISPO (MiniMax 2025): the ratio is a constant weight, with an upper bound alone.
+        weight = ratio.detach().clamp(max=1 + high)
+        return weight * advantages * token_log_probs, ratio > 1 + high
+    unclipped = ratio * advantages
+    objective = torch.minimum(unclipped, ratio.clamp(1 - low, 1 + high) * advantages)
+    return objective, objective < unclipped
+
+
+def add_reference_log_probs(run: Run, batch: list[Trajectory]) -> None:
+    """Stores the log-probabilities of the model as it was loaded, which a KL penalty needs."""
+    if batch[0].reference_log_probs is None:
+        log_probs, _ = run.reference(batch)
+        store_in_answers(batch, reference_log_probs=log_probs)
+
+
+def kl_in_reward(token_log_probs: torch.Tensor, batch: list[Trajectory]) -> torch.Tensor:
+    """KL penalty as a part of each token's reward. Keys: `kl_beta`, `kl_in: reward`.
+
+    The penalty keeps the policy near the model as it was loaded. It is detached, and so acts like a
+    negative advantage. The gradient is on average that of the per-token KL(policy || reference)."""
+    reference_log_probs = torch.cat([answer.reference_log_probs for answer in batch])
+    return (token_log_probs - reference_log_probs).detach()
+
+
+def kl_in_loss(token_log_probs: torch.Tensor, batch: list[Trajectory]) -> torch.Tensor:
+    """KL penalty as GRPO was published. Keys: `kl_beta`, `kl_in: loss`.
+
+    Its value estimates the per-token KL(policy || reference), and is never negative. But its
+    gradient is on average that of KL(reference || policy)."""
+    reference_log_probs = torch.cat([answer.reference_log_probs for answer in batch])
+    log_ratio = reference_log_probs - token_log_probs
+    return torch.expm1(log_ratio) - log_ratio
 
 
 if __name__ == "__main__":

@@ -1,29 +1,41 @@
 """What a reader of the algorithm may believe without reading it. Each file's first line says what.
-Imports point downwards, and nothing in here learns: tests/test_house.py."""
+
+Importing this package comes before everything else. It reads .env, and says what takes so long."""
 
 import os
 import signal
 import sys
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 
 from dotenv import load_dotenv
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-while os.open(os.devnull, os.O_RDWR) < 3:  # a stream that is closed: the next file would be it
-    pass
-if Path(sys.argv[0]).name in ("main.py", "ask.py", "one_step.py"):
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # and not ignored
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends the process: see `stop_signals`
-    if os.environ.get("RANK", "0") == "0":
-        with suppress(OSError, ValueError):
-            print("importing PyTorch and transformers, 5 to 20 seconds ...", flush=True)
-env = Path(__file__).resolve().parent.parent / ".env"
-try:  # before transformers and datasets are imported: they read HF_HUB_OFFLINE and the like then
-    load_dotenv(env)
-except (OSError, UnicodeError) as error:
-    sys.exit(f"error: {env} cannot be read as UTF-8 text ({error})")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # silences a warning about forks
-if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its former name, which would win
-    # Each slice of sampling asks for a little more than was freed after the one before it.
+IS_FIRST_RANK = os.environ.get("RANK", "0") == "0"
+IS_A_COMMAND = Path(sys.argv[0]).name in ("main.py", "ask.py", "one_step.py")
+
+
+def on_ctrl_c(describe_saved: Callable[[], str]) -> None:
+    """From now on Ctrl-C prints one line and ends the process with 130. There is nothing to tidy
+    up, because a run resumes from its newest checkpoint."""
+
+    def end(number: int, frame: object) -> None:
+        # Not `print`, which this may have interrupted.
+        os.write(2, f"\nstopped by Ctrl-C; {describe_saved()}\n".encode())
+        os._exit(130)
+
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        return  # As nohup wants it.
+    # Python's handlers wait for the end of C code, so ranks that have nothing to say have none.
+    signal.signal(signal.SIGINT, end if IS_FIRST_RANK else signal.SIG_DFL)
+
+
+if IS_A_COMMAND:
+    on_ctrl_c(lambda: "nothing is saved yet")
+    if IS_FIRST_RANK:
+        print("importing PyTorch and transformers, 5 to 20 seconds ...", flush=True)
+# Before transformers and datasets are imported, which read HF_HUB_OFFLINE and the like only then.
+load_dotenv(Path(__file__).resolve().parent.parent / ".env")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # This silences a warning about forks.
+if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # The former name of the same setting.
+    # Each slice of sampling asks for a little more memory than the slice before it has freed.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

@@ -1,63 +1,72 @@
-"""The folder of a run: taken by one process, and what a start finds in it and goes on from."""
+"""The folder of a run: what is saved in it, and how a run resumes from there."""
 
 import copy
 import fcntl
 import json
 import os
 import shutil
-from contextlib import suppress
+import time
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from typing import Any, Self, TextIO
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from machinery.disk import appearing, files_of, find_checkpoints, newest_checkpoint
-from machinery.errors import UserError, blame
-from machinery.policy import NOTHING
-from machinery.ranks import LOCAL_RANK, RANK, WORLD_SIZE, errors_shared
-from machinery.settings import ADVICE, FREE_KEYS, Config, default_run_name, flatten
+from machinery import disk, on_ctrl_c
+from machinery.advice import OUT_OF_RANGE
+from machinery.batches import DUMMY_ANSWER
+from machinery.errors import UserError, as_user_error
+from machinery.experiment import compare_settings
+from machinery.ranks import LOCAL_RANK, RANK, WORLD_SIZE, errors_on_all_ranks
+from machinery.settings import Config, default_run_name, flatten
 from machinery.sharding import fill, gathered
-from machinery.tasks import encode_prompt
 
-NONE_KEPT = (-1e10, -1e10)  # as the quality of what is in best/
-BYTES_OF_A_FILE = 2 * 10**9  # or one tensor: so much lies in the machine's memory while it is saved
+GROWING_FILES = ("metrics.jsonl", "samples.jsonl")
+KEPT_CHECKPOINTS = 2
+BYTES_OF_A_FILE = 2 * 10**9  # While saving, so much or one tensor is in the computer's RAM.
 
 
 class RunFolder:
-    """runs/<name>, with checkpoints/step-NNNNNN and the link best. Rank 0 writes."""
+    """runs/<name>, with checkpoints/step-NNNNNN and the link best. Rank 0 writes to it.
+
+    However a run was interrupted, the same command starts it again from its newest checkpoint. All
+    that was written after that checkpoint is cut off, and then written again."""
 
     def __init__(self, config: Config):
         self.config = config
         self.path = Path(config.run.dir) / (config.run.name or default_run_name(config))
+        self.checkpoint: disk.Checkpoint | None = None  # what this start resumes from
+        self.saved: Path | None = None  # the newest checkpoint
+        self.notes: list[str] = []  # for the user, about this start
+        self.started = time.monotonic()
+        self.lock: TextIO | None = None
 
-    def __enter__(self):
-        with errors_shared():
-            self.lock = self._take() if RANK == 0 else None
-        with errors_shared():
-            self.checkpoint = self._find_checkpoint()  # path, rank that can read it, state.json
-            self.saved, *_ = self.checkpoint or [None]
-            self.changes = self._compare_settings() if self.checkpoint else []
+    def __enter__(self) -> Self:
+        with errors_on_all_ranks():
+            if RANK == 0:
+                self.lock = self.take_lock()
+                on_ctrl_c(self.describe_saved)
+        self.checkpoint = self.find_checkpoint()
+        if self.checkpoint is not None:
+            with errors_on_all_ranks():
+                self.resume_from(self.checkpoint)
         return self
 
-    def __exit__(self, kind, error, traceback):
-        if error:
-            error.folder = self.path  # for `launch`, which leaves there what one line cannot hold
-        if self.lock:
-            if not (self.path / "config.yaml").exists():  # refused before it began
-                (self.path / ".lock").unlink(missing_ok=True)
-                with suppress(OSError):  # there was more in it before
-                    self.path.rmdir()
-            self.lock.close()
+    def __exit__(self, *exception: object) -> None:
+        if self.lock is None:
+            return
+        if not (self.path / "config.yaml").exists():  # The start was refused, and leaves no folder.
+            (self.path / ".lock").unlink(missing_ok=True)
+            with suppress(OSError):  # Something else is in the folder.
+                self.path.rmdir()
+        self.lock.close()
 
-    def writing(self):
-        return blame(f"{self.path} cannot be written to; what was saved before is intact",
-                     (OSError, SafetensorError))
-
-    def _take(self):
-        """Ours as long as the returned file is open."""
-        with blame(f"run.dir={self.config.run.dir!r} cannot be written to", (OSError,)):
+    def take_lock(self) -> TextIO:
+        """Returns a file. As long as it is open, the folder belongs to this process."""
+        with as_user_error(f"run.dir={self.config.run.dir!r} cannot be written to", (OSError,)):
             self.path.mkdir(parents=True, exist_ok=True)
             lock = open(self.path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115
             try:
@@ -67,124 +76,204 @@ class RunFolder:
                 raise UserError(f"{self.path} is in use by {lock.read()}: wait for its end, or set "
                                 "run.name to another name") from None
             lock.truncate(0)
-            for old in self.path.glob("error-*.txt"):
-                old.unlink()
             print(f"process {os.getpid()} on {os.uname().nodename}", end="", file=lock, flush=True)
-            return lock
+        return lock
 
-    def _find_checkpoint(self) -> tuple[Path, int, dict] | None:
-        """The newest complete one on any machine; one of this run's own before `run.resume`."""
-        resume, offer, offers = self.config.run.resume, None, [None] * WORLD_SIZE
-        if LOCAL_RANK == 0:  # one rank looks for its machine
-            offer = newest_checkpoint(self.path, is_ours=True)
-            if not offer and resume != "auto":
-                offer = newest_checkpoint(Path(resume), is_ours=False)
+    def describe_saved(self) -> str:
+        if self.saved is None:
+            return "nothing is saved yet"
+        return f"saved up to {self.saved}; the same command resumes from there"
+
+    def seconds(self) -> float:
+        """Returns how long this run has taken so far, earlier starts included."""
+        return time.monotonic() - self.started
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Turns an error of the disk into one line for the user."""
+        return as_user_error(f"{self.path} cannot be written to; what was saved before is intact",
+                             (OSError, SafetensorError))
+
+    def write(self, name: str, text: str) -> None:
+        with self.writing():
+            (self.path / name).write_text(text, encoding="utf-8")
+
+    def append(self, name: str, records: list[dict]) -> None:
+        """Adds records to a file of the run, each as one line of JSON."""
+        with self.writing(), open(self.path / name, "a", encoding="utf-8") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
+
+    def read(self, name: str) -> list[dict]:
+        """Returns the records that `append` has written to a file."""
+        lines = (self.path / name).read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines]
+
+    # ------------------------------------------------------------ resuming
+
+    def find_checkpoint(self) -> disk.Checkpoint | None:
+        """Returns the newest checkpoint of this run on the disk of any machine, or else the one
+        that `run.resume` names. Collective."""
+        resume = self.config.run.resume
+        offer = None
+        with errors_on_all_ranks():
+            if LOCAL_RANK == 0:  # One rank looks on the disk of its machine.
+                offer = disk.newest_checkpoint(self.path, is_ours=True)
+                if offer is None and resume != "auto":
+                    offer = disk.newest_checkpoint(Path(resume), is_ours=False)
+        offers = [None] * WORLD_SIZE
         dist.all_gather_object(offers, offer)
-        if resume != "auto" and not any(offers):
-            raise UserError(f"run.resume={resume!r} is neither a complete checkpoint nor the folder"
-                            " of a run that has one, nor auto; to begin anew, set run.name")
-        return max(filter(None, offers), key=lambda each: (each[2]["step"], -each[1]), default=None)
+        found = [offer for offer in offers if offer is not None]
+        with errors_on_all_ranks():
+            if resume != "auto" and not found:
+                raise UserError(
+                    f"run.resume={resume!r} is neither a complete checkpoint nor the folder of a "
+                    "run that has one, nor auto; to begin anew, set run.name")
+        return max(found, key=lambda checkpoint: checkpoint.state["step"], default=None)
 
-    def _compare_settings(self) -> list[str]:
-        """What has changed since the checkpoint; refuses what would make it another experiment."""
-        saved, now = self.checkpoint[2], flatten(self.config)
-        then, N = dict(saved["config"]), "training.num_samples_per_step"
-        total = then[N] * saved["num_ranks"]
-        then[N], now[N] = (f"{each} over all ranks" for each in (total, now[N] * WORLD_SIZE))
-        changed = {key: f"{key}: {then.get(key, 'no such key')} -> {value}"
-                   for key, value in sorted(now.items()) if not key.startswith("run.")
-                   and (key not in then or then[key] != value)}
-        refused = [changed[key] for key in changed if key in then and key not in FREE_KEYS]
-        remedy = f"{N}={total // WORLD_SIZE} to go on as it was, " if N in changed and not (
-            total % WORLD_SIZE) else ""
-        self._refuse(refused, remedy)
-        return list(changed.values())
+    def resume_from(self, checkpoint: disk.Checkpoint) -> None:
+        """Refuses a checkpoint of another experiment, and notes what has changed since."""
+        state = checkpoint.state
+        self.saved = checkpoint.path
+        self.notes.append(f"resuming from {checkpoint.path}")
+        with as_user_error(f"{checkpoint.path} is of another version: set run.name to begin anew",
+                           (KeyError,)):
+            self.started -= state["seconds"]
+            for change in compare_settings(checkpoint, self.config):
+                self.notes.append(f"changed since the checkpoint: {change}")
+        if state["num_ranks"] != WORLD_SIZE:
+            self.notes.append(f"ranks: {state['num_ranks']} then, {WORLD_SIZE} now, so other "
+                              "answers are sampled")
+        if state["step"] >= self.config.training.max_steps:
+            self.notes.append("this run has finished before: raise training.max_steps, or set "
+                              "run.name to begin anew")
 
-    def _refuse(self, changed: list[str], remedy: str = "") -> None:
-        if changed and not self.config.run.resume_anyway:
-            raise UserError(f"the checkpoint is of another experiment ({'; '.join(changed)}): set "
-                            f"{remedy}run.name to begin anew, or run.resume_anyway=true to go on")
+    def restore(self, run: Any) -> None:
+        """Puts a run that is at its beginning where its checkpoint left it. Collective."""
+        if self.checkpoint is not None:
+            self.load_tensors(run, self.checkpoint)
+            run.step = self.checkpoint.state["step"]
+            run.last_evaluation = self.checkpoint.state["last_evaluation"]
+        with errors_on_all_ranks(), self.writing():
+            if RANK == 0:
+                self.restore_files(run)
 
-    def restore(self, model, optimizer, contents: dict[str, str]) -> tuple[int, tuple]:
-        """Loads the checkpoint, if any, from the disk of one rank: its step, how good best/ is.
-        `contents`, see `contents_of`, have to be those of all ranks, and as they were."""
-        self.contents, of_ranks = contents, [None] * WORLD_SIZE
-        dist.all_gather_object(of_ranks, contents)
-        with errors_shared():
-            for rank, others in enumerate(of_ranks):
-                if odd := [what for what in contents if others[what] != contents[what]]:
-                    raise UserError(f"{odd[0]} is not the same on rank {rank} as on rank {RANK}")
-        if not (self.config.model.lora_rank or self.config.training.kl_beta):
-            contents.pop("model.name: a weight", None)  # the checkpoint holds all of them
-        if self.checkpoint is None:
-            return 0, NONE_KEPT
-        (path, reader, saved), tensors = self.checkpoint, state_tensors(model, optimizer)
-        then = contents | saved.get("contents", {})
-        other = [f"{what} is not what it was" for what in contents if then[what] != contents[what]]
-        with errors_shared():
-            self._refuse(other)
-        self.changes += other
-        with errors_shared(), blame(f"{path} is of another model than {self.config.model.name!r}"):
-            files = files_of(path, saved) if RANK == reader else {}
-            for name, tensor in tensors.items() if files else ():
-                if files[name].get_slice(name).get_shape() != list(tensor.shape):
-                    raise ValueError(f"{name} has another shape")
-        with blame(f"{path} cannot be read", (OSError, SafetensorError)):
-            for name, tensor in tensors.items():
-                fill(tensor, reader, lambda name=name: files[name].get_tensor(name))
-        return saved["step"], tuple(saved["best"]) if (self.path / "best").exists() else NONE_KEPT
+    def load_tensors(self, run: Any, checkpoint: disk.Checkpoint) -> None:
+        """One rank reads the tensors and gives them to the others. Collective."""
+        is_reader = RANK == checkpoint.rank
+        with as_user_error(f"{checkpoint.path} does not fit the model {self.config.model.name!r}, "
+                           "or cannot be read"):
+            files = disk.open_tensors(checkpoint) if is_reader else {}
+            for name, tensor in state_tensors(run.model, run.optimizer).items():
+                values = files[name].get_tensor(name) if is_reader else None
+                fill(tensor, checkpoint.rank, values)
 
-    def save(self, run) -> None:
-        """All that going on from here takes; random numbers have no state."""
-        path = self.path / "checkpoints" / f"step-{run.step:06d}"
-        with torch.no_grad():
-            logprobs, _ = run.policy.module([NOTHING])
-        if not logprobs.isfinite().all():  # on every rank, or on none
-            raise UserError(f"after step {run.step} {ADVICE['out_of_range']}")
+    def restore_files(self, run: Any) -> None:
+        """Cuts off what was written after the checkpoint, or everything if there is none."""
+        sizes = dict.fromkeys(GROWING_FILES, 0)
+        if self.checkpoint is not None:
+            sizes = self.checkpoint.state["bytes"]
+            origin = self.checkpoint.path.parent.parent
+            if origin.resolve() == self.path.resolve():
+                self.restore_best(run, self.checkpoint)
+            else:  # This run branches from another one. It has its history, but no best/ yet.
+                for name in GROWING_FILES:
+                    if (origin / name).exists():
+                        shutil.copyfile(origin / name, self.path / name)
+        for name in GROWING_FILES:
+            with open(self.path / name, "ab") as file:
+                if file.tell() < sizes[name]:
+                    self.notes.append(f"warning: {file.name} has lost a part")
+                else:
+                    file.truncate(sizes[name])
+
+    def restore_best(self, run: Any, checkpoint: disk.Checkpoint) -> None:
+        """Sets how good the model in best/ is."""
+        best = self.path / "best"
+        folders = disk.numbered_folders(self.path, "best")
+        if folders and not best.exists():  # Some tools do not copy links.
+            self.link_best(folders[0])
+        if best.exists():
+            run.best = tuple(checkpoint.state["best"])
+        else:
+            self.notes.append(f"warning: {best} is missing; the next evaluation makes another")
+
+    # ------------------------------------------------------------ saving
+
+    def save(self, run: Any) -> None:
+        """Saves all that resuming needs. Random numbers have no state. Collective."""
+        with errors_on_all_ranks(), torch.no_grad():
+            log_probs, _ = run.policy.module([DUMMY_ANSWER])
+            if not log_probs.isfinite().all():
+                raise UserError(f"after step {run.step} {OUT_OF_RANGE}")
         parts = gathered(state_tensors(run.model, run.optimizer), BYTES_OF_A_FILE)
         if RANK != 0:
-            list(parts)  # takes part; there are none here
+            list(parts)  # There are no parts on this rank, but it helps to gather them.
             return
+        path = self.path / "checkpoints" / f"step-{run.step:06d}"
         with self.writing():
-            with appearing(path) as folder:
+            with disk.appearing(path) as folder:
                 for number, part in enumerate(parts, start=1):
                     save_file(part, folder / f"tensors-{number}.safetensors")
-                state = {"step": run.step, "best": run.best, "num_ranks": WORLD_SIZE,
-                         "config": flatten(self.config), "contents": self.contents,
-                         "log": run.log.bookmark(), "files": sorted(os.listdir(folder))}
+                state = {
+                    "step": run.step,
+                    "best": run.best,
+                    "last_evaluation": run.last_evaluation,
+                    "num_ranks": WORLD_SIZE,
+                    "config": flatten(self.config),
+                    "seconds": self.seconds(),
+                    "bytes": self.sync_growing_files(),
+                    "files": sorted(os.listdir(folder)),
+                }
                 (folder / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
             self.saved = path
-            for old in find_checkpoints(self.path)[self.config.checkpoint.keep:]:
+            for old in disk.numbered_folders(path.parent, "step")[KEPT_CHECKPOINTS:]:
                 shutil.rmtree(old)
 
-    def save_best(self, run, metrics: dict[str, float]) -> None:
-        """The model as a folder that `from_pretrained` reads, to which the link `best` points."""
-        path, others = self.path / f"best-{run.step:06d}", list(self.path.glob("best-*"))
-        while path in others:  # of processes that were killed before they could save this step
+    def sync_growing_files(self) -> dict[str, int]:
+        """Returns how long the files are that grow, once so much of them is on the disk."""
+        sizes = {}
+        for name in GROWING_FILES:
+            with open(self.path / name, "ab") as file:
+                os.fsync(file.fileno())
+                sizes[name] = file.tell()
+        return sizes
+
+    def save_best(self, run: Any, card: str) -> None:
+        """Saves the model for `from_pretrained`, and lets the link best point to it. Rank 0 alone
+        does this, because the sampler, which was evaluated, is never sharded."""
+        old_folders = disk.numbered_folders(self.path, "best")
+        path = self.path / f"best-{run.step:06d}"
+        while path.exists():  # A process that was killed before it saved this step has left it.
             path = path.with_name(f"{path.name}-2")
+        model = copy.copy(run.sampler)
+        model.generation_config = run.model.generation_config
         with self.writing():
-            with appearing(path) as folder:
-                model = copy.copy(run.sampler)  # what was measured, whole on each rank
-                model.generation_config = run.model.generation_config
+            with disk.appearing(path) as folder:
                 model.save_pretrained(folder, max_shard_size=BYTES_OF_A_FILE)
                 run.tokenizer.save_pretrained(folder)
-                prompt = encode_prompt(run.validation_rows[0], run.task, run.tokenizer, self.config)
-                run.log.card(folder, run.step, metrics, run.tokenizer.decode(prompt))
-            if (best := self.path / "best").is_dir() and not best.is_symlink():
-                best.rename(path.with_name(f"copy-of-{path.name}"))  # someone's copy
-            link = self.path / "best.unfinished"
-            link.unlink(missing_ok=True)
-            link.symlink_to(path.name)
-            link.replace(best)
-            for old in others:
+                (folder / "README.md").write_text(card, encoding="utf-8")
+            self.link_best(path)
+            for old in old_folders:
                 shutil.rmtree(old, ignore_errors=True)
 
+    def link_best(self, folder: Path) -> None:
+        """Lets the link best point to this folder. There is no moment without a link."""
+        best = self.path / "best"
+        if best.is_dir() and not best.is_symlink():  # Some tools copy a link as a folder.
+            best.rename(self.path / f"copy-of-{folder.name}")
+        link = self.path / "best.unfinished"
+        link.unlink(missing_ok=True)
+        link.symlink_to(folder.name)
+        link.replace(best)
 
-def state_tensors(model, optimizer) -> dict[str, torch.Tensor]:
-    """What learns, by name, and AdamW's moments of each: {"w": ..., "w/exp_avg": ..., ...}."""
+
+def state_tensors(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, torch.Tensor]:
+    """Returns the weights that learn, and the optimizer state of each, like "lm_head/exp_avg"."""
     tensors = {}
     for name, parameter in model.named_parameters():
-        if parameter in optimizer.state:  # those that learn
-            moments = optimizer.state[parameter].items()
-            tensors |= {name: parameter.data, **{f"{name}/{key}": value for key, value in moments}}
+        if parameter in optimizer.state:  # A frozen weight is not.
+            tensors[name] = parameter.data
+            for key, value in optimizer.state[parameter].items():
+                tensors[f"{name}/{key}"] = value
     return tensors

@@ -1,150 +1,214 @@
-"""The model that learns, its first pass, and its copies: to sample from, to measure the KL from."""
+"""The model that learns, its first pass, and its copies: to sample from, and for the KL penalty."""
 
 import copy
 import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from machinery.batches import DUMMY_ANSWER
 from machinery.disk import beside_main
-from machinery.errors import UserError, blame
-from machinery.policy import HALF, NOTHING
+from machinery.errors import UserError, as_user_error
+from machinery.policy import HALF_PRECISION
 from machinery.ranks import DEVICE
 from machinery.settings import ROOT, Config
-from machinery.sharding import whole
+from machinery.sharding import unsharded
 
 
-def load_model(config: Config):
-    """The model, on this rank's device, and its tokenizer."""
-    transformers.utils.logging.disable_progress_bar()  # of each file that is read or written
+def load_model(config: Config) -> tuple[Any, Any]:
+    """Returns the model, on this rank's device, and its tokenizer."""
+    transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # It tells of each attempt.
     name = beside_main(config.model.name)
-    first, *more = Path(name).parts or "."
-    if not os.path.isdir(name) and (name[0] in "./" or len(more) > 1 or os.path.exists(name)
-                                    or first == "runs" or (ROOT / first).is_dir()):
-        raise UserError(f"model.name={name!r}: there is no such folder, and no hub id is like it")
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # of each attempt to reach it
-    dtype = torch.bfloat16 if config.model.precision == "bfloat16" else torch.float32
-    attention = config.model.attention
-    with blame(f"model.name={name!r} cannot be loaded with model.attention={attention!r}; give a "
-               "folder with a model and its tokenizer, or a hub id within reach"):
-        # trust_remote_code: or the library would ask whether to run a model's own code, and wait.
+    check_model_name(name)
+    with as_user_error(
+            f"model.name={name!r} cannot be loaded with "
+            f"model.attention={config.model.attention!r}; give a folder with a model and its "
+            "tokenizer, or a hub id within reach"):
+        # With trust_remote_code=None the library would ask, and wait for an answer.
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        model_config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        for key in vars(model_config):  # or what is learned from would not be what was sampled
-            if "dropout" in key or key.endswith("pdrop"):
-                setattr(model_config, key, 0.0)
-        # Straight to the GPU, if the library can (with accelerate): else each rank of a machine
-        # would first hold a whole model in its memory.
-        straight = (DEVICE.type == "cuda" and transformers.utils.is_accelerate_available()
-                    and not config.training.shard)
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            name, config=model_config, dtype=dtype, output_loading_info=True,
-            device_map={"": DEVICE} if straight else None, attn_implementation=attention,
-            trust_remote_code=False)
-    if missing := sorted(loading["missing_keys"])[:3]:
-        raise UserError(f"model.name={name!r} lacks the weights {', '.join(missing)}")
+        model, loading_info = load_weights(name, config)
+    missing = sorted(loading_info["missing_keys"])
+    if missing:
+        raise UserError(f"model.name={name!r} lacks the weights {', '.join(missing[:3])}")
     if tokenizer.eos_token_id is None:
         raise UserError(f"model.name={name!r}: no answer could end without an end-of-text token")
     if config.model.lora_rank:
         add_adapters(model, config)
     if config.model.gradient_checkpointing:
         model.activation_checkpointing_enable()
-    if config.model.lora_rank or not config.training.shard:  # else `shard` does, layer by layer
-        model.to(DEVICE)
+    if config.model.lora_rank or not config.training.shard:
+        model.to(DEVICE)  # A sharded model moves there layer by layer.
     return model, tokenizer
 
 
-def add_adapters(model, config: Config) -> None:
-    """LoRA: to matrices, (out, in), is added the product of two thin ones, which alone learn."""
+def check_model_name(name: str) -> None:
+    """Refuses what looks like a folder and is none. The library would ask the hub for it."""
+    if os.path.isdir(name):
+        return
+    parts = Path(name).parts or (".",)
+    looks_like_path = name.startswith((".", "/")) or len(parts) > 2 or os.path.exists(name)
+    if looks_like_path or parts[0] == "runs" or (ROOT / parts[0]).is_dir():
+        raise UserError(f"model.name={name!r}: there is no such folder, and no hub id is like it")
+
+
+def load_weights(name: str, config: Config) -> tuple[Any, dict[str, Any]]:
+    model_config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    for key in vars(model_config):
+        # With dropout, what is learned from would not be what was sampled.
+        if "dropout" in key or key.endswith("pdrop"):
+            setattr(model_config, key, 0.0)
+    is_bfloat16 = config.model.precision == "bfloat16"
+    # Without `device_map` each rank of a machine would first hold a whole model in its RAM.
+    has_accelerate = transformers.utils.is_accelerate_available()
+    to_gpu = DEVICE.type == "cuda" and has_accelerate and not config.training.shard
+    return AutoModelForCausalLM.from_pretrained(
+        name,
+        config=model_config,
+        dtype=torch.bfloat16 if is_bfloat16 else torch.float32,
+        device_map={"": DEVICE} if to_gpu else None,
+        attn_implementation=config.model.attention,
+        output_loading_info=True,
+        trust_remote_code=False,
+    )
+
+
+def add_adapters(model: Any, config: Config) -> None:
+    """LoRA: a matrix of shape (out, in) gets the product of two thin ones added. Only these
+    learn."""
     settings = config.model
-    with blame(f"model.lora_rank={settings.lora_rank} needs: pip install peft", (ImportError,)):
-        import peft  # here, because only this needs it
-    if Path(model.name_or_path).exists():  # for best/, which points there, to load from anywhere
+    with as_user_error(
+            f"model.lora_rank={settings.lora_rank} needs: pip install peft", (ImportError,)):
+        import peft  # Nothing else needs it.
+    if Path(model.name_or_path).exists():
+        # best/ names the model that its adapters belong to, and has to find it from anywhere.
         model.name_or_path = str(Path(model.name_or_path).resolve())
-    layers = [f".{name}" for name, _ in model.named_modules()]
-    if unknown := [target for target in settings.lora_targets or []
-                   if not any(layer.endswith(f".{target}") for layer in layers)]:
-        raise UserError(f"model.lora_targets: the model has no layers named {', '.join(unknown)}")
-    torch.manual_seed(config.training.seed)  # the same adapters on all ranks
-    with blame(f"model.lora_targets={settings.lora_targets}: not all are linear layers of "
-               f"{settings.name!r}"):
+    check_lora_targets(model, settings.lora_targets or [])
+    torch.manual_seed(config.training.seed)  # All ranks start with the same adapters.
+    with as_user_error(f"model.lora_targets={settings.lora_targets}: not all are linear layers of "
+                       f"{settings.name!r}"):
         model.add_adapter(peft.LoraConfig(
-            r=settings.lora_rank, lora_alpha=settings.lora_alpha, task_type="CAUSAL_LM",
-            target_modules=settings.lora_targets or "all-linear"))
+            r=settings.lora_rank,
+            lora_alpha=settings.lora_alpha,
+            target_modules=settings.lora_targets or "all-linear",
+            task_type="CAUSAL_LM",
+        ))
     if settings.precision == "mixed":
-        for parameter in model.parameters():  # what does not learn needs no float32 master
-            dtype = torch.float32 if parameter.requires_grad else HALF
+        for parameter in model.parameters():
+            # Only what learns needs a float32 master.
+            dtype = torch.float32 if parameter.requires_grad else HALF_PRECISION
             parameter.data = parameter.data.to(dtype)
 
 
-def frozen_copy(model, convert: Callable):
-    """A copy that does not learn, on this rank's device. Each parameter is of the type that
-    `convert` returns for the model's; one that learns is copied, the others shared, if they are of
-    that type. Buffers, like rotary frequencies, keep theirs."""
-    return copy.deepcopy(model, {
-        id(parameter): nn.Parameter(parameter.detach().to(
-            DEVICE, convert(parameter), copy=parameter.requires_grad), requires_grad=False)
-        for parameter in model.parameters()}).to(DEVICE)
+def check_lora_targets(model: nn.Module, targets: list[str]) -> None:
+    layers = [f".{name}" for name, _ in model.named_modules()]
+    for target in targets:
+        if not any(layer.endswith(f".{target}") for layer in layers):
+            raise UserError(f"model.lora_targets: the model has no layer named {target}")
 
 
-def make_sampler(model, tokenizer, config: Config):
-    """What answers are drawn from: in mixed precision a bfloat16 copy, since autocast would cast
-    every weight for each token, else a twin that shares the model's weights. Its settings are its
-    own: `generate` fills what is left open from the model's, whose temperature would be another."""
-    sampler, mixed = copy.copy(model), config.model.precision == "mixed"
-    if mixed or config.training.shard:
-        sampler = frozen_copy(model, lambda each: HALF if mixed else each.dtype)
-    stop_ids = {tokenizer.eos_token_id}  # chat models have several: any of them ends an answer
+def find_stop_ids(model: Any, tokenizer: Any) -> list[int]:
+    """Returns the tokens that end an answer. Chat models have several, and any of them does."""
+    stop_ids = {tokenizer.eos_token_id}
     for eos in (model.config.eos_token_id, model.generation_config.eos_token_id):
-        stop_ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
-    sampler.generation_config = GenerationConfig(
-        do_sample=True, temperature=config.sampling.temperature, top_p=config.sampling.top_p,
-        top_k=config.sampling.top_k, eos_token_id=sorted(stop_ids), pad_token_id=min(stop_ids))
+        if isinstance(eos, list):
+            stop_ids.update(eos)
+        elif eos is not None:
+            stop_ids.add(eos)
+    return sorted(stop_ids)
+
+
+def frozen_copy(model: Any, type_of: Callable[[nn.Parameter], torch.dtype]) -> Any:
+    """Returns a copy that does not learn, on this rank's device.
+
+    `type_of` says which type each parameter has in the copy. A parameter that learns is copied.
+    The others are shared if they already have this type. Buffers keep theirs."""
+    copies = {}
+    for parameter in model.parameters():
+        data = parameter.detach().to(DEVICE, type_of(parameter), copy=parameter.requires_grad)
+        copies[id(parameter)] = nn.Parameter(data, requires_grad=False)
+    return copy.deepcopy(model, copies).to(DEVICE)
+
+
+def make_sampler(model: Any, config: Config) -> Any:
+    """Returns the model that answers are sampled from.
+
+    In mixed precision it is a bfloat16 copy, because autocast would cast every weight for each
+    token. Otherwise it shares the weights of the model. Its own generation config is empty: from
+    there `generate` would take all that is left open, like the temperature of a chat model."""
+    if config.model.precision == "mixed":
+        sampler = frozen_copy(model, lambda parameter: HALF_PRECISION)
+    elif config.training.shard:
+        sampler = frozen_copy(model, lambda parameter: parameter.dtype)
+    else:
+        sampler = copy.copy(model)
+    sampler.generation_config = GenerationConfig()
     return sampler
 
 
-def make_reference(policy_class: type, model, config: Config) -> Callable:
-    """What the KL term measures from: a `Policy` of the model as it was loaded, with LoRA without
-    its adapters. In mixed precision linear layers, but for the output, are kept in bfloat16, as
-    autocast would cast them anyway: until something is learned no bit differs."""
-    output = model.get_output_embeddings()
-    low = {id(layer.weight) for layer in model.modules() if config.model.precision == "mixed"
-           and isinstance(layer, nn.Linear) and layer is not output}
-    as_loaded = frozen_copy(model, lambda each: HALF if id(each) in low else each.dtype)
+def make_reference(policy_class: type, model: Any, config: Config) -> Callable:
+    """Returns what the KL penalty compares with: a `Policy` of the model as it was loaded, and with
+    LoRA without its adapters.
+
+    In mixed precision its linear layers, but for the output, are kept in bfloat16. Autocast would
+    cast them to that anyway, so no bit differs."""
+    output_layer = model.get_output_embeddings()
+    in_half = set()
+    if config.model.precision == "mixed":
+        for layer in model.modules():
+            if isinstance(layer, nn.Linear) and layer is not output_layer:
+                in_half.add(id(layer.weight))
+
+    def type_of(parameter: nn.Parameter) -> torch.dtype:
+        return HALF_PRECISION if id(parameter) in in_half else parameter.dtype
+
+    as_loaded = frozen_copy(model, type_of)
     if config.model.lora_rank:
-        as_loaded.disable_adapters()  # of this copy, which shares all other weights
-    return torch.no_grad()(policy_class(as_loaded, config).forward)
+        as_loaded.disable_adapters()  # Those of this copy.
+    policy = policy_class(as_loaded, config)
+    return torch.no_grad()(policy.forward)
 
 
 @torch.no_grad()
-def refresh_sampler(sampler, model) -> None:
-    """After an update. (A sampler that shares the model's weights has them already.)"""
+def refresh_sampler(sampler: nn.Module, model: nn.Module) -> None:
+    """Gives the sampler the new weights after an update, unless it shares them. Collective if
+    weights are sharded."""
     for copied, parameter in zip(sampler.parameters(), model.parameters(), strict=True):
         if copied is not parameter and parameter.requires_grad:
-            copied.copy_(whole(parameter, copied.dtype))
+            copied.copy_(unsharded(parameter, copied.dtype))
 
 
 def warm_up(policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Two backward passes and one step of nothing. With the second forward pass DDP cuts its
-    buckets anew: that changes the last bit of sums, and takes the memory of all gradients once
-    more as long as the old ones are held. AdamW's moments come into being at its first step."""
+    """Makes two backward passes and a step that change no weight (the learning rate is 0).
+
+    At the second pass DistributedDataParallel arranges its buckets anew, which changes the last bit
+    of sums. A resumed run has to have that behind it, as the interrupted one had. AdamW's optimizer
+    state comes into being at its first step."""
     policy.train()
-    with blame("the model cannot learn: see model.attention"):
+    with as_user_error("the model cannot learn: see model.attention"):
         for _ in range(2):
             policy.zero_grad(set_to_none=True)
-            logprobs, _ = policy([NOTHING])
-            logprobs.sum().backward()
-            if unused := [name for name, parameter in policy.module.model.named_parameters()
-                          if parameter.requires_grad and parameter.grad is None]:
-                raise UserError(f"model.name: {len(unused)} of its parameters, like {unused[0]}, "
-                                "take no part in an answer, so they cannot learn: take a model of "
-                                "text alone, or set model.lora_rank and model.lora_targets")
+            token_log_probs, _ = policy([DUMMY_ANSWER])
+            token_log_probs.sum().backward()
+            check_all_learn(policy.module.model)
     policy.zero_grad(set_to_none=False)
     optimizer.step()
-    for moments in optimizer.state.values():
-        moments["step"].zero_()
+    for state in optimizer.state.values():
+        state["step"].zero_()
+
+
+def check_all_learn(model: nn.Module) -> None:
+    unused = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            unused.append(name)
+    if unused:
+        raise UserError(f"model.name: {len(unused)} of its parameters, like {unused[0]}, take no "
+                        "part in an answer, so they cannot learn: take a model of text alone, or "
+                        "set model.lora_rank and model.lora_targets")

@@ -1,167 +1,138 @@
-"""How answers go through a model: micro-batches, prompts read once for all their answers, states
-before their tokens, logits in chunks."""
+"""The forward pass of answers: hidden states before their tokens, and logits in chunks."""
 
 import copy
-from types import SimpleNamespace
+from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
-from torch.nn.functional import pad
+from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import Cache
 
-from machinery.ranks import over_ranks
+from machinery.prompts import pad_prompts, position_ids, prefill
 
-HALF = torch.bfloat16  # what mixed precision computes in, and samples from
-LOGITS_PER_CHUNK = 2**25  # tokens x vocabulary in one piece: 128 MiB in float32
-ANSWERS_PER_PASS = 16  # through the model at once; a micro-batch is sorted by length
-NOTHING = SimpleNamespace(prompt_ids=[0], completion_ids=[0])  # an answer, as small as they come
-ROOM = 16  # tokens that a layer of keys and values has place for behind what it holds
+HALF_PRECISION = torch.bfloat16  # Mixed precision computes in this type, and samples from it.
+LOGITS_PER_CHUNK = 2**25  # tokens x vocabulary, which are 128 MiB in float32
+ANSWERS_PER_PASS = 16  # A micro-batch is sorted by length, so few together have little padding.
 
 
-def make_micro_batches(answers: list, budget: int) -> list[list]:
-    """As many rows together as the budget of padded tokens allows, those of similar length."""
-    batches: list[list] = [[]]
-    for answer in sorted(answers, key=lambda answer: len(answer.completion_ids), reverse=True):
-        longest = max(len(row.prompt_ids + row.completion_ids) for row in [*batches[-1], answer])
-        if batches[-1] and (len(batches[-1]) + 1) * longest > budget:
-            batches.append([])
-        batches[-1].append(answer)
-    return batches if answers else []
+def states_before_tokens(
+    model: nn.Module, answers: list, one_pass: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the hidden states from which the model predicts each token of the answers, (tokens,
+    width), and these tokens, (tokens,), one answer after the other.
+
+    A prompt with several answers is processed once. With `one_pass` it is not, and all answers go
+    through the model together: sharded weights are gathered anew in each pass."""
+    prompts = [answer.prompt_ids for answer in answers]
+    prompt_ids, prompt_mask, which = pad_prompts(prompts, model.device)
+    cache = None
+    # With gradient checkpointing a layer refuses to use a cache.
+    if not one_pass and not model.is_activation_checkpointing:
+        cache = prefill(model, prompt_ids, prompt_mask)
+    answers_per_pass = len(answers) if one_pass else ANSWERS_PER_PASS
+    states = []
+    tokens = []
+    for start in range(0, len(answers), answers_per_pass):
+        prompts_of_pass = which[start:start + answers_per_pass]  # (answers of this pass,)
+        completions = []
+        for answer in answers[start:start + answers_per_pass]:
+            completions.append(answer.completion_ids)
+        states_of_pass, tokens_of_pass = forward_pass(
+            model,
+            prompt_ids[prompts_of_pass],
+            prompt_mask[prompts_of_pass],
+            completions,
+            select_rows(cache, prompts_of_pass),
+        )
+        states.append(states_of_pass)
+        tokens.append(tokens_of_pass)
+    return torch.cat(states), torch.cat(tokens)
 
 
-def in_step(batches: list[list], idle: list, sharded: bool) -> list[list]:
-    """Filled up with `idle`: to one, for the backward pass that every rank owes the others; where
-    weights are sharded, and so each pass meets them, to as many as any rank has. Collective."""
-    most, = over_ranks([len(batches)], dist.ReduceOp.MAX) if sharded else [1]
-    return batches + [idle] * (int(most) - len(batches))
+def select_rows(cache: Cache | None, rows: torch.Tensor) -> Cache | None:
+    """Returns a copy of the cache that holds these rows. The original stays as it is."""
+    if cache is None:
+        return None
+    selected = copy.copy(cache)
+    selected.layers = [copy.copy(layer) for layer in cache.layers]
+    selected.batch_select_indices(rows)
+    return selected
 
 
-def hand_to_answers(batch: list, **values: torch.Tensor) -> None:
-    """Gives each answer its own part of (tokens,), under the name that it is passed by."""
-    lengths = [len(answer.completion_ids) for answer in batch]
-    for name, tokens in values.items():
-        for answer, own in zip(batch, tokens.detach().split(lengths), strict=True):
-            setattr(answer, name, own)
-
-
-def positions(attention_mask: torch.Tensor) -> torch.Tensor:
-    """Each row counts its own tokens from 0, however it is padded. `generate` does the same."""
-    return (attention_mask.cumsum(-1) - 1).clamp(min=0)
-
-
-def pad_prompts(prompts: list[list[int]], device: torch.device):
-    """Each different prompt once, padded on the left: ids and mask, (different, time), and which
-    each prompt is, (prompts,)."""
-    different = {prompt: i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
-    longest = max(2, *map(len, different))  # one token to read ahead, and one to start from
-    ids = [[0] * (longest - len(prompt)) + [*prompt] for prompt in different]
-    mask = [[False] * (longest - len(prompt)) + [True] * len(prompt) for prompt in different]
-    which = [different[tuple(prompt)] for prompt in prompts]
-    return tuple(torch.tensor(each, device=device) for each in (ids, mask, which))
-
-
-def read_prefix(model, ids: torch.Tensor, mask: torch.Tensor):
-    """Keys and values of every prompt token but the last, with which whoever goes on starts."""
-    mask = mask[:, :-1]
-    return model.base_model(input_ids=ids[:, :-1], attention_mask=mask,
-                            position_ids=positions(mask), use_cache=True).past_key_values
-
-
-def read_prompts(model, prompts: list[list[int]]):
-    """What `generate` goes on from: ids and mask, (prompts, time), and keys and values of all but
-    the last token. Equal prompts are read once."""
-    ids, mask, which = pad_prompts(prompts, model.device)
-    cache = read_prefix(model, ids, mask)
-    # Layers with a sliding window stay the library's own.
-    cache.layers = [RoomyLayer(layer) if type(layer) is DynamicLayer else layer
-                    for layer in cache.layers]
-    cache.batch_select_indices(which)
-    return ids[which], mask[which], cache
-
-
-class RoomyLayer(DynamicLayer):
-    """Keys and values of a layer, (rows, heads, time, width), with room behind them: the library's
-    own copies all it holds to append a token, which takes longer than attending."""
-
-    def __init__(self, layer: DynamicLayer):
-        super().__init__()
-        self.keys, self.values, self.is_initialized = layer.keys, layer.values, True
-        self.roomy = [layer.keys, layer.values]
-
-    def batch_select_indices(self, indices, room: int = ROOM) -> None:
-        """Keeps these rows, and makes room behind them."""
-        time = self.keys.shape[2]
-        self.roomy = [pad(held[indices], (0, 0, 0, room)) for held in (self.keys, self.values)]
-        self.keys, self.values = (roomy[:, :, :time] for roomy in self.roomy)
-
-    def update(self, keys, values, *args, **kwargs):
-        time = self.keys.shape[2]
-        new_time = time + keys.shape[2]
-        if new_time > self.roomy[0].shape[2]:
-            self.batch_select_indices(slice(None), max(ROOM, new_time - time))
-        for roomy, new in zip(self.roomy, (keys, values)):
-            roomy[:, :, time:new_time] = new
-        self.keys, self.values = (roomy[:, :, :new_time] for roomy in self.roomy)
-        return self.keys, self.values
-
-
-def states_before(model, answers: list) -> tuple[torch.Tensor, torch.Tensor]:
-    """The states from which the model predicts each token of the answers, (tokens, width), and
-    these tokens, (tokens,), answer after answer. Equal prompts are read once."""
-    ids, mask, which = pad_prompts([answer.prompt_ids for answer in answers], model.device)
-    # With gradient checkpointing layers refuse a cache: every answer reads its prompt itself.
-    # Sharded ones meet the other ranks at each pass: of a micro-batch all make one, and no more.
-    once = getattr(model, "is_sharded", False)
-    cache = None if once or model.is_activation_checkpointing else read_prefix(model, ids, mask)
-    states, at_once = [], len(answers) if once else ANSWERS_PER_PASS
-    for start in range(0, len(answers), at_once):
-        own = which[start:start + at_once]  # prompts
-        completions = [each.completion_ids for each in answers[start:start + at_once]]
-        part = copy.copy(cache)  # their keys and values
-        if part is not None:
-            part.layers = [copy.copy(layer) for layer in cache.layers]
-            part.batch_select_indices(own)
-        states.append(_one_pass(model, ids[own], mask[own], completions, part))
-    return tuple(torch.cat(pieces) for pieces in zip(*states, strict=True))
-
-
-def _one_pass(model, prompt_ids, prompt_mask, completions: list[list[int]], cache):
-    """The same of prompts, (answers, prompt time), that may have been read into the cache, and a
-    completion of each."""
-    device, time = prompt_ids.device, max(map(len, completions))
+def forward_pass(
+    model: nn.Module,
+    prompt_ids: torch.Tensor,   # (answers, prompt time), padded on the left
+    prompt_mask: torch.Tensor,  # (answers, prompt time)
+    completions: list[list[int]],
+    cache: Cache | None,        # of all prompt tokens but the last
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what `states_before_tokens` does, for one pass through the model."""
+    device = prompt_ids.device
     lengths = torch.tensor([len(completion) for completion in completions], device=device)
+    time = int(lengths.max())
+    padded = [completion + [0] * (time - len(completion)) for completion in completions]
+    completion_ids = torch.tensor(padded, device=device)  # (answers, time)
     completion_mask = torch.arange(time, device=device) < lengths[:, None]  # (answers, time)
-    completion_ids = torch.tensor([completion + [0] * (time - len(completion))
-                                   for completion in completions], device=device)
-    # The state at t predicts the token at t + 1: the last token of all is not read.
+    # The state at position t predicts the token at t + 1, so no state of the last token is needed.
     ids = torch.cat([prompt_ids, completion_ids[:, :-1]], 1)  # (answers, prompt time + time - 1)
     mask = torch.cat([prompt_mask, completion_mask[:, :-1]], 1)
-    places = positions(mask)
+    positions = position_ids(mask)
     if cache is not None:
-        ids, places = ids[:, -time:], places[:, -time:]
-    output = model.base_model(input_ids=ids, attention_mask=mask, position_ids=places,
-                              past_key_values=cache, use_cache=cache is not None)
-    model.output_class = type(output)  # for `project`
-    return output.last_hidden_state[:, -time:][completion_mask], completion_ids[completion_mask]
+        # Only the last prompt token and the completion are left to process.
+        ids = ids[:, -time:]
+        positions = positions[:, -time:]
+    output = model.base_model(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=cache is not None,
+    )
+    states = output.last_hidden_state[:, -time:]  # (answers, time, width)
+    return states[completion_mask], completion_ids[completion_mask]
 
 
-def in_chunks(log_pi, model, states: torch.Tensor, tokens: torch.Tensor):
-    """What `log_pi` makes of all states and tokens. The logits of a chunk are computed again in the
-    backward pass: those of all tokens would be by far the largest tensor of all."""
-    size = max(1, LOGITS_PER_CHUNK // model.config.get_text_config().vocab_size)
-    chunks = [checkpoint(log_pi, *chunk, use_reentrant=False)
-              for chunk in zip(states.split(size), tokens.split(size), strict=True)]
-    return tuple(torch.cat(pieces) for pieces in zip(*chunks, strict=True))
+def compute_in_chunks(
+    function: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    states: torch.Tensor,  # (tokens, width)
+    tokens: torch.Tensor,  # (tokens,)
+    vocabulary_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what `function` makes of all states and tokens, two tensors of shape (tokens,).
+
+    The logits of all tokens would be by far the largest tensor. So they are computed for a chunk
+    of tokens at a time, and once more in the backward pass."""
+    chunk_size = max(1, LOGITS_PER_CHUNK // vocabulary_size)
+    log_probs = []
+    entropies = []
+    chunks = zip(states.split(chunk_size), tokens.split(chunk_size), strict=True)
+    for states_of_chunk, tokens_of_chunk in chunks:
+        results = checkpoint(function, states_of_chunk, tokens_of_chunk, use_reentrant=False)
+        log_probs.append(results[0])
+        entropies.append(results[1])
+    return torch.cat(log_probs), torch.cat(entropies)
 
 
-def project(model, states: torch.Tensor) -> torch.Tensor:
-    """(tokens, width) -> logits, (tokens, vocabulary), in float32 at least. By the model's own
-    forward, with its body swapped out: whatever it does after the projection (Gemma 2 caps its
-    logits, others scale them) is done here as well."""
+class BodyOutput:
+    """What a model's head needs of the output of its body: the hidden states, and nothing else."""
+
+    def __init__(self, states: torch.Tensor):
+        self.last_hidden_state = states
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None  # for example router logits, which are wanted for other losses
+
+
+def output_logits(model: nn.Module, states: torch.Tensor) -> torch.Tensor:
+    """Turns hidden states, (tokens, width), into logits, (tokens, vocabulary), in float32 at least.
+
+    It calls the model's own forward pass, with the model's body replaced by one that returns these
+    states. So whatever a model does after its last projection, like Gemma 2's capping, is done."""
     body = model.base_model
-    body.forward = lambda *_, inputs_embeds, **__: model.output_class(
-        last_hidden_state=inputs_embeds)
+    body.forward = lambda *_, inputs_embeds, **__: BodyOutput(inputs_embeds)
     try:
         logits = model(inputs_embeds=states[None]).logits[0]
     finally:

@@ -1,52 +1,63 @@
-"""config.yaml <- files <- key=value: one Config, typed, checked and frozen."""
+"""The settings of a run: config.yaml, then files, then key=value, checked and frozen."""
 
 import argparse
 import difflib
 import hashlib
 import json
-import os
-import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import pydantic
 import yaml
-from pydantic import BaseModel, Field, StrictBool, StrictInt, StrictStr
+from pydantic import BaseModel, BeforeValidator, Field, StrictBool, StrictInt, StrictStr
 
-from machinery.errors import UserError, blame
+from machinery.errors import UserError, as_user_error
+from machinery.launch import end_process
 from machinery.ranks import DEVICE, WORLD_SIZE
+from machinery.text import shortened
 
-ROOT = Path(__file__).resolve().parent.parent  # where main.py lies
-ADVICE = yaml.safe_load((ROOT / "machinery" / "advice.yaml").read_text(encoding="utf-8"))
-MOST = 1e9  # of any number, a reward's too: sums and squares of it stay within float32
-FREE = "may differ between two starts of one experiment"  # all other keys make a run's default name
+ROOT = Path(__file__).resolve().parent.parent  # This is the folder of main.py.
+# No number is larger, also none that a reward returns. Sums of squares stay within float32.
+MOST = 1e9
+USAGE = "usage: main.py [--config file.yaml] [section.key=value ...]"
+
+
+def refuse_bool(value: object) -> object:
+    """pydantic would take `true` for the number 1.0."""
+    if value is True or value is False:
+        raise ValueError("a number is needed here, and not true or false")
+    return value
+
 
 Natural = Annotated[StrictInt, Field(ge=0)]
 Count = Annotated[StrictInt, Field(ge=1)]
-# Also the text 1e-4, as YAML reads it without a dot; but true is no 1.0.
-NotTrue = pydantic.BeforeValidator(lambda value: "true" if value is True else value)
-Number = Annotated[float, Field(allow_inf_nan=False, ge=-MOST, le=MOST), NotTrue]
+# A number may be written as 1e-4, which YAML reads as text because it has no dot.
+Number = Annotated[
+    float, Field(allow_inf_nan=False, ge=-MOST, le=MOST), BeforeValidator(refuse_bool)]
 Positive = Annotated[Number, Field(gt=0)]
 Decay = Annotated[Number, Field(ge=0, lt=1)]
-Text = Annotated[StrictStr, Field(pattern=r"^[^\x00]+$")]  # what a path may be
-PlainName = Annotated[StrictStr, Field(  # on one line, and not just dots
-    pattern=r"^[^/\x00-\x1f]*[^/.\x00-\x1f][^/\x00-\x1f]*$")]
+Text = Annotated[StrictStr, Field(min_length=1)]
+FolderName = Annotated[StrictStr, Field(pattern=r"^\w[^/]*$")]
 
 
-class Section(BaseModel, extra="forbid", frozen=True): ...
+class Section(BaseModel, extra="forbid", frozen=True):
+    """Refuses unknown keys, and cannot be changed."""
+
 
 class ModelSettings(Section):
     name: Text
     precision: Literal["mixed", "bfloat16", "float32"]
-    attention: Annotated[Text | None, FREE]
-    gradient_checkpointing: Annotated[StrictBool, FREE]
+    attention: Text | None
+    gradient_checkpointing: StrictBool
     lora_rank: Natural
     lora_alpha: Positive
     lora_targets: list[Text] | None
 
+
 class TaskSettings(Section):
     name: Text
     reward_weights: Annotated[dict[str, Number], Field(min_length=1)] | None
+
 
 class DataSettings(Section):
     dataset: Text
@@ -54,6 +65,7 @@ class DataSettings(Section):
     max_rows: Count | None
     max_prompt_tokens: Count | None
     prompt_style: Literal["base", "chat"]
+
 
 class TrainingSettings(Section):
     learning_type: Literal["grpo", "sil"]
@@ -69,41 +81,49 @@ class TrainingSettings(Section):
     num_samples_per_step: Count
     k_best_of_n: tuple[Count, Count]
     max_new_gen_tokens: Count
-    max_steps: Annotated[Natural, FREE]
+    max_steps: Natural
     learning_rate: Positive
     warmup_steps: Natural
     decay_steps: Count | None
     adam_betas: tuple[Decay, Decay]
     weight_decay: Decay
     max_grad_norm: Positive | None
-    tokens_per_micro_batch: Annotated[Count, FREE]
-    shard: Annotated[StrictBool, FREE]
-    max_bad_steps: Annotated[Count, FREE]
+    tokens_per_micro_batch: Count
+    shard: StrictBool
     seed: Natural
 
+    @property
+    def group_size(self) -> int:
+        """How many answers are sampled to each question."""
+        return self.k_best_of_n[1]
+
+
 class SamplingSettings(Section):
-    temperature: Annotated[Number, Field(ge=0.001)]  # less leaves the range
+    # With a lower temperature, logits divided by it leave the range of float32.
+    temperature: Annotated[Number, Field(ge=0.001)]
     top_p: Annotated[Number, Field(gt=0, le=1)]
     top_k: Natural
-    max_rows: Annotated[Count, FREE]
+    max_rows: Count
+
 
 class ValidationSettings(Section):
-    every: Annotated[Count, FREE]
+    every: Count
     best_of_n: Count
 
+
 class CheckpointSettings(Section):
-    every: Annotated[Count, FREE]
-    keep: Annotated[Count, FREE]
+    every: Count
+
 
 class RunSettings(Section):
-    dir: Annotated[Text, FREE]
-    name: Annotated[PlainName | None, FREE]
-    resume: Annotated[Text, FREE]
-    resume_anyway: Annotated[StrictBool, FREE]
+    dir: Text
+    name: FolderName | None
+    resume: Text
+
 
 class LoggingSettings(Section):
-    mlflow: Annotated[StrictBool, FREE]
-    mlflow_model: Annotated[StrictBool, FREE]
+    mlflow: StrictBool
+
 
 class Config(Section):
     model: ModelSettings
@@ -117,80 +137,103 @@ class Config(Section):
     logging: LoggingSettings
 
 
-KEYS = {f"{name}.{key}": field.metadata for name, section in Config.model_fields.items()
-        for key, field in section.annotation.model_fields.items()}
-FREE_KEYS = {key for key, metadata in KEYS.items() if FREE in metadata}
+KEYS = [f"{section}.{key}" for section, field in Config.model_fields.items()
+        for key in field.annotation.model_fields]
+# These keys may change between two starts of a run. All other keys define the experiment.
+FREE_KEYS = {
+    "model.attention", "model.gradient_checkpointing",
+    "training.max_steps", "training.tokens_per_micro_batch", "training.shard",
+    "sampling.max_rows", "validation.every", "checkpoint.every",
+    "run.dir", "run.name", "run.resume", "logging.mlflow",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; {USAGE}")
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """Ends the process after --help. `launch` takes sys.exit() for a failure."""
+        end_process(status)
 
 
 def load_config(arguments: list[str]) -> Config:
-    def refuse(message):
-        raise UserError(f"{message}; usage: main.py [--config file.yaml] [section.key=value ...]")
-
-    parser = argparse.ArgumentParser("main.py", description=ADVICE["help"])
-    parser.error, parser.exit = refuse, lambda *_: os._exit(0)  # after --help
-    parser.add_argument("--config", metavar="file.yaml", action="append", help="keys laid over it")
-    parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="and over those")
+    """Returns the settings. A file overrides config.yaml, and the command line overrides both."""
+    parser = Parser("main.py", description="GRPO in one file: reinforcement learning that teaches "
+                    "a language model to reason. config.yaml explains every key.")
+    parser.add_argument("--config", metavar="file.yaml", action="append", default=[],
+                        help="a file whose keys override config.yaml")
+    parser.add_argument("overrides", metavar="section.key=value", nargs="*",
+                        help="a key that overrides all files")
     options = parser.parse_intermixed_args(arguments)
+
     values = read_yaml(ROOT / "config.yaml")
-    for path in options.config or []:
+    for path in options.config:
         values |= read_yaml(path)
     for override in options.overrides:
-        if re.search("[\udc80-\udcff]", override):  # bytes that are no text here
-            raise UserError(f"{override!r} is not in this locale's alphabet: set LC_ALL=C.UTF-8")
-        with blame(f"{override!r} is not of the form section.key=value, or the value not YAML"):
+        with as_user_error(f"{override!r} is not section.key=value, or its value is not YAML"):
             key, text = override.split("=", 1)
-            values[key] = yaml.load(text, Loader)
-    if missing := KEYS.keys() - values.keys():
-        raise UserError(f"{ROOT / 'config.yaml'} lacks {', '.join(sorted(missing))}")
-    if values["model.precision"] is None:
+            values[key] = yaml.safe_load(text)
+    if values.get("model.precision") is None:
         values["model.precision"] = "mixed" if DEVICE.type == "cuda" else "float32"
+    return check_values(values)
 
-    tree: dict[str, dict[str, Any]] = {}
+
+def check_values(values: dict[str, Any]) -> Config:
+    """Makes a Config of {"section.key": value}, or says in one line what is wrong."""
+    sections: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         if key not in KEYS:
-            nearest, = difflib.get_close_matches(key, KEYS, 1, 0.0)
-            raise UserError(f"{key}={value!r}: there is no such key; the nearest is {nearest}")
+            [nearest] = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.0)
+            raise UserError(f"{key}={value!r}: there is no such key. Did you mean {nearest}?")
         section, name = key.split(".")
-        tree.setdefault(section, {})[name] = value
+        sections.setdefault(section, {})[name] = value
     try:
-        config = Config.model_validate(tree)
+        config = Config.model_validate(sections)
     except pydantic.ValidationError as error:
-        raise UserError("; ".join(map(explained, error.errors()))) from None
+        mistakes = [describe_mistake(mistake) for mistake in error.errors()]
+        raise UserError("; ".join(mistakes)) from None
+
     k, n = config.training.k_best_of_n
-    if not (k == n >= 2 if config.training.learning_type == "grpo" else k < n):
+    if config.training.learning_type == "grpo":
+        is_valid = k == n and n >= 2
+    else:
+        is_valid = k < n
+    if not is_valid:
         raise UserError(f"training.k_best_of_n={[k, n]}: write [G, G], like [8, 8], for grpo, and "
                         "[k, n], like [2, 8], for sil")
     return config
 
 
-def explained(error: dict) -> str:  # a mistake that pydantic has found
-    key = ".".join(map(str, error["loc"]))
-    wanted = ADVICE["settings"].get(error["type"], error["msg"].removeprefix("Input should be "))
-    return f"{key}={error['input']!r}: it must be {wanted}"
-
-
-class Loader(yaml.SafeLoader):
-    def construct_mapping(self, node, deep=False):
-        keys = [key.value for key, _ in node.value]
-        if twice := [key for key in keys if keys.count(key) > 1]:  # else the last would win
-            raise yaml.YAMLError(f"{twice[0]} is given twice")
-        return super().construct_mapping(node, deep)
+def describe_mistake(mistake: dict[str, Any]) -> str:
+    """Returns what pydantic has found, as one line that names the key and its value."""
+    key = ".".join(str(name) for name in mistake["loc"])
+    value = shortened(repr(mistake["input"]), 80)
+    return f"{key}={value}: {mistake['msg']}"
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """A file's two levels of keys as {"section.key": value}."""
-    with blame(f"the config file {path} is not there, or not YAML of sections with keys"):
-        return flatten(yaml.load(Path(path).read_text(encoding="utf-8"), Loader))
+    """Returns the keys of a YAML file as {"section.key": value}."""
+    with as_user_error(f"the config file {path} is not there, or not YAML of sections with keys"):
+        return flatten(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
 
 
-def flatten(config: Config | dict) -> dict[str, Any]:
-    tree = config if isinstance(config, dict) else config.model_dump(mode="json")
-    return {f"{name}.{key}": value for name, keys in tree.items() for key, value in keys.items()}
+def flatten(config: Config | dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Returns settings as {"section.key": value}."""
+    sections = config if isinstance(config, dict) else config.model_dump(mode="json")
+    flat = {}
+    for section, keys in sections.items():
+        for key, value in keys.items():
+            flat[f"{section}.{key}"] = value
+    return flat
 
 
 def default_run_name(config: Config) -> str:
-    """The same experiment finds the same folder, however many ranks share its questions."""
+    """Returns the learning type and a hash of the experiment.
+
+    The same settings find the same folder, however many ranks share the questions of a step."""
     experiment = {key: value for key, value in flatten(config).items() if key not in FREE_KEYS}
     experiment["training.num_samples_per_step"] *= WORLD_SIZE
-    text = json.dumps(experiment, sort_keys=True).encode()
-    return f"{config.training.learning_type}-{hashlib.sha256(text).hexdigest()[:8]}"
+    text = json.dumps(experiment, sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return f"{config.training.learning_type}-{digest[:8]}"

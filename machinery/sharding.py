@@ -1,7 +1,7 @@
-"""Weights, gradients and moments that are spread over the ranks, by torch's own `fully_shard`."""
+"""Weights, gradients and optimizer state that are sharded over the ranks, by `fully_shard`."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 
 import torch
@@ -12,74 +12,98 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from machinery.errors import blame
+from machinery.errors import as_user_error
 from machinery.ranks import DEVICE, RANK, WORLD_SIZE
 
 
 class Sharded(nn.Module):
-    """In place of DistributedDataParallel. Leaves each rank its part of each parameter that learns.
-    A layer is whole while it runs, and the projection, for all its chunks, while the policy does.
-    Gradients meet after each micro-batch: kept whole until the last, they would take the memory
-    that is saved."""
+    """Takes the place of DistributedDataParallel. A rank keeps a part of each weight that learns.
+
+    Ranks gather the weights of a layer just before they compute the layer, and then free them. The
+    last projection stays gathered for the whole forward pass. Gradients are shared after each
+    micro-batch. Kept in full until the last one, they would take the memory that is saved."""
 
     def __init__(self, policy: nn.Module):
         super().__init__()
-        learning, frozen = ({each for each in policy.parameters() if each.requires_grad == learns}
-                            for learns in (True, False))
-        how = {"mesh": init_device_mesh(DEVICE.type, (WORLD_SIZE,)), "ignored_params": frozen}
-        layers = [part for part in policy.modules() if isinstance(part, GradientCheckpointingLayer)]
-        embeddings, output = (getattr(policy.model, f"get_{kind}_embeddings")()
-                              for kind in ("input", "output"))
-        with blame("training.shard: this model cannot be cut up"):
-            if not layers:
-                raise ValueError("it has no layers")
-            if len({each.dtype for each in learning}) > 1:
-                raise ValueError("it holds several types; model.precision=mixed has but one")
-            for layer in reversed(layers):  # those within others first
-                fully_shard(layer, **how)
-            # Where they learn, and are not the output, too: their gradient takes no weights.
-            if embeddings.weight in learning - {output.weight}:
-                fully_shard(embeddings, **how).set_unshard_in_backward(False)
-            # True: a pass without a backward pass would leave whole weights, soon stale.
-            self.module = fully_shard(policy, reshard_after_forward=True, **how)
-        for each in frozen:
-            each.data = each.data.to(DEVICE)
-        policy.model.is_sharded = True  # for `states_before`
-        torch.set_autocast_cache_enabled(False)  # which would hold all weights in bfloat16
-        self.no_sync = nullcontext
+        learning = {parameter for parameter in policy.parameters() if parameter.requires_grad}
+        frozen = set(policy.parameters()) - learning
+        with as_user_error("training.shard: this model cannot be cut up"):
+            self.module = shard(policy, learning, frozen)
+        for parameter in frozen:
+            parameter.data = parameter.data.to(DEVICE)
+        torch.set_autocast_cache_enabled(False)  # It would hold all weights in bfloat16.
 
-    def forward(self, answers: list):
-        # What it is given is searched for tensors, rows and all: it gets what it reads alone.
-        return self.module([SimpleNamespace(prompt_ids=answer.prompt_ids,
-                                            completion_ids=answer.completion_ids)
-                            for answer in answers])
+    def forward(self, answers: list) -> tuple[torch.Tensor, torch.Tensor]:
+        # All that a sharded module is given is searched for tensors, so it gets only what it reads.
+        inputs = []
+        for answer in answers:
+            inputs.append(SimpleNamespace(
+                prompt_ids=answer.prompt_ids, completion_ids=answer.completion_ids))
+        return self.module(inputs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Does nothing: gradients are shared after each micro-batch."""
+        return nullcontext()
 
 
-def whole(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """All of a tensor that may be spread over the ranks: collective; in this type, if it is."""
-    return tensor.to(dtype).full_tensor() if isinstance(tensor, DTensor) else tensor
+def shard(
+    policy: nn.Module, learning: set[nn.Parameter], frozen: set[nn.Parameter]
+) -> nn.Module:
+    """Leaves this rank its part of each parameter that learns. Collective."""
+    layers = [part for part in policy.modules() if isinstance(part, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError("it has no layers")
+    if len({parameter.dtype for parameter in learning}) > 1:
+        raise ValueError("it holds several types; model.precision=mixed has but one")
+    mesh = init_device_mesh(DEVICE.type, (WORLD_SIZE,))
+    for layer in reversed(layers):  # A layer within another one comes first.
+        fully_shard(layer, mesh=mesh, ignored_params=frozen)
+    embeddings = policy.model.get_input_embeddings()
+    output_layer = policy.model.get_output_embeddings()
+    if embeddings.weight in learning and embeddings.weight is not output_layer.weight:
+        fully_shard(embeddings, mesh=mesh, ignored_params=frozen)
+        embeddings.set_unshard_in_backward(False)  # Their gradient does not depend on the weights.
+    # Without resharding, a pass without a backward pass would leave gathered weights behind, which
+    # the next update makes stale.
+    return fully_shard(policy, mesh=mesh, reshard_after_forward=True, ignored_params=frozen)
 
 
-def fill(tensor: torch.Tensor, source: int, read: Callable[[], torch.Tensor]) -> None:
-    """Gives a tensor, whole or spread, the values that `read` returns on one rank. Collective."""
-    values = whole(tensor)
+def unsharded(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Returns the full tensor. A sharded one is converted to `dtype` first. Then it is gathered,
+    which is collective."""
+    if isinstance(tensor, DTensor):
+        return tensor.to(dtype).full_tensor()
+    return tensor
+
+
+def fill(tensor: torch.Tensor, source: int, values: torch.Tensor | None) -> None:
+    """Sets a tensor, sharded or not, to the values that rank `source` passes. Collective."""
+    full = unsharded(tensor)
     if RANK == source:
-        values.copy_(read())
-    dist.broadcast(values, source)
-    if values is not tensor:
-        tensor.copy_(distribute_tensor(values, tensor.device_mesh, tensor.placements,
-                                       src_data_rank=None))
+        full.copy_(values)
+    dist.broadcast(full, source)
+    if isinstance(tensor, DTensor):
+        # With `src_data_rank=None` each rank takes its own part, and nothing is sent once more.
+        tensor.copy_(distribute_tensor(
+            full, tensor.device_mesh, tensor.placements, src_data_rank=None))
 
 
-def gathered(tensors: dict[str, torch.Tensor], most: int):
-    """The tensors, whole, on the CPU of rank 0, in parts of at most so many bytes. Collective."""
+def gathered(
+    tensors: dict[str, torch.Tensor], max_bytes: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yields full tensors on rank 0's CPU, in parts of at most `max_bytes`, or of one tensor. On
+    other ranks there are no parts, but all have to iterate. Collective."""
     part = {}
+    num_bytes = 0
     for name, tensor in tensors.items():
-        values = whole(tensor)
-        if RANK == 0:
-            if part and sum(each.nbytes for each in part.values()) + values.nbytes > most:
-                yield part
-                part.clear()  # which whoever took it still holds
-            part[name] = values.cpu().contiguous()
+        full = unsharded(tensor)
+        if RANK != 0:
+            continue
+        if part and num_bytes + full.nbytes > max_bytes:
+            yield part
+            part.clear()  # A new dictionary would leave this one's tensors in the caller's hands.
+            num_bytes = 0
+        part[name] = full.cpu().contiguous()
+        num_bytes += full.nbytes
     if part:
         yield part

@@ -1,176 +1,305 @@
-"""A task, its rows, its prompts, its grades: everything that comes from the user's own file."""
+"""A task: its file, its questions, their prompts, and what it says of an answer."""
 
-import ast
 import faulthandler
-import hashlib
 import importlib.util
-import json
-import pickle
 import random
-import re
 import sys
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import Any, Protocol, cast, overload
 
-import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from machinery.disk import beside_main
-from machinery.errors import UserError, blame, theirs
-from machinery.ranks import WORLD_SIZE
+from machinery.errors import UserError, as_user_error, describe
+from machinery.ranks import RANK, WORLD_SIZE
 from machinery.settings import MOST, ROOT, Config
+from machinery.text import shortened
 
-SECONDS_FOR_A_REWARD = 60  # after these one shows where it stands
-# Names that metrics and samples.jsonl have for something else than a part of the reward.
+SECONDS_FOR_A_REWARD = 60
+# Metrics and samples.jsonl use these names for something else than a part of the reward.
 TAKEN = {"reward", "truncated", "completion_length", "best_of_n", "solved", "step", "question",
          "prompt", "completion", "solved_low", "solved_high", "best_of_n_low", "best_of_n_high"}
 
 
-def load_task(config: Config) -> SimpleNamespace:
-    """`countdown`, or a Python file with the same names: see the head of countdown.py."""
-    name, chosen = config.task.name, config.task.reward_weights
+class Task(Protocol):
+    """What the trainer needs of a task. A task is a Python file that defines these names.
+
+    `countdown.py` is such a file. `task.name=mytask.py` puts your own in its place.
+
+    REWARD_WEIGHTS says how much each part of the reward counts. The reward of an answer is the
+    weighted sum of its parts. A part with weight 0.0 is only measured.
+
+    SOLVED names one of these parts. That part is 1.0 if the answer solves the question, 0.0 if it
+    does not, or something between.
+
+    SYSTEM_MESSAGE and REPLY_START are for `data.prompt_style: chat`, and a file may leave them out.
+    The system message stands before the question. REPLY_START opens every answer, like "<think>".
+    """
+
+    REWARD_WEIGHTS: dict[str, float]
+    SOLVED: str
+    SYSTEM_MESSAGE: str
+    REPLY_START: str
+
+    def load(self, dataset: str, max_rows: int | None) -> list[dict]:
+        """Returns the questions as rows, in the same order on every rank.
+
+        A row has a "prompt" and all that the reward needs. It may have a "group", because the
+        evaluation reports each group apart. It may have a "problem", a text, number or tuple. Rows
+        of one problem are never split between training and validation. A ValueError is shown to
+        the user as one line."""
+
+    def reward_function(self, completion: str, row: dict) -> dict[str, float]:
+        """Returns the parts of an answer's reward.
+
+        The completion is the sampled text, without the prompt and without the stop token. The row
+        is a copy of the one that `load` returned."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A row of the task, and its prompt as tokens."""
+
+    row: dict
+    prompt_ids: list[int]
+
+
+class Questions(Sequence[Question]):
+    """Rows of a task as questions. Encodes a prompt when it is first asked for, and keeps it."""
+
+    def __init__(self, rows: list[dict], encode: Callable[[dict], list[int]]) -> None:
+        self.rows = rows
+        self._encode = encode
+        self._questions: dict[int, Question] = {}
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, place: int) -> Question: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[Question]: ...
+
+    def __getitem__(self, place: int | slice) -> Question | list[Question]:
+        if isinstance(place, slice):
+            places = range(len(self))[place]
+            return [self[i] for i in places]
+        if place not in self._questions:
+            row = self.rows[place]
+            self._questions[place] = Question(row, self._encode(row))
+        return self._questions[place]
+
+
+# ---------------------------------------------------------------- the task's file
+
+def load_task(config: Config) -> Task:
+    """Imports the file that `task.name` says, and checks the names that it defines."""
+    name = config.task.name
+    module = import_task(name)
+    own_weights = check_names(module, f"task.name={name!r}")
+    weights = config.task.reward_weights or own_weights
+    unknown = sorted(set(weights) - set(own_weights))
+    if unknown:
+        raise UserError(f"task.reward_weights: no {', '.join(unknown)} among the parts "
+                        f"{', '.join(own_weights)}")
+    names = {
+        **vars(module),
+        "REWARD_WEIGHTS": dict(weights),
+        "SYSTEM_MESSAGE": getattr(module, "SYSTEM_MESSAGE", None) or "",
+        "REPLY_START": getattr(module, "REPLY_START", None) or "",
+    }
+    return cast(Task, SimpleNamespace(**names))
+
+
+def import_task(name: str) -> ModuleType:
+    """Runs a task's file. An error in it shows its own traceback."""
     path = ROOT / "countdown.py" if name == "countdown" else Path(beside_main(name))
     if not path.is_file() or path.suffix != ".py":
         raise UserError(f"task.name={name!r}: write countdown, or the path of a Python file")
-    other = importlib.util.find_spec(path.stem) if path.stem.isidentifier() else None
-    if other and not (other.has_location and path.samefile(other.origin)):
-        raise UserError(f"task.name={name!r}: Python has a module {path.stem}; rename the file")
+    if path.stem.isidentifier():
+        known = importlib.util.find_spec(path.stem)
+        if known and not (known.has_location and path.samefile(known.origin)):
+            raise UserError(f"task.name={name!r}: Python has a module {path.stem}; rename the file")
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    task = importlib.util.module_from_spec(spec)
-    with theirs(f"task.name={name!r} cannot be imported"):
-        sys.modules[spec.name] = task  # where dataclasses and pickle look for a module's classes
-        sys.path.append(str(path.parent))  # a task may import what lies beside it
-        spec.loader.exec_module(task)
-    with theirs(f"task.name={name!r} has to define load(), reward_function(), REWARD_WEIGHTS, like "
-                "{'right': 1.0}, SOLVED, which names one of them, and nothing but text as "
-                "SYSTEM_MESSAGE and REPLY_START"):
-        weights = {part: float(each + 0.0) for part, each in task.REWARD_WEIGHTS.items()}  # no text
-        parts, solved = list(weights), task.SOLVED
-        for text in ("SYSTEM_MESSAGE", "REPLY_START"):
-            (getattr(task, text, None) or "").encode()
-        if not (callable(task.load) and callable(task.reward_function) and solved in parts
-                and all(abs(weight) <= MOST for weight in weights.values())):
-            raise TypeError(f"SOLVED={solved!r}, REWARD_WEIGHTS={task.REWARD_WEIGHTS!r}")
-        if taken := [part for part in parts if part in TAKEN and not part == solved == "solved"
-                     or part.endswith("_std") or not re.fullmatch(r"[\w .-]+", part)]:
-            raise ValueError(f"{taken} name metrics, or have more than letters, digits, - and .")
-    if unknown := ", ".join(sorted(set(chosen or {}) - set(parts))):
-        raise UserError(f"task.reward_weights: no {unknown} among the parts {', '.join(parts)}")
-    return SimpleNamespace(**{**vars(task), "REWARD_WEIGHTS": dict(chosen or weights)})
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # Dataclasses and pickle look for a module's classes there.
+    sys.path.append(str(path.parent))  # A task may import the files beside it.
+    spec.loader.exec_module(module)
+    return module
 
 
-def encode_prompt(row: dict, task, tokenizer, config: Config) -> list[int]:
-    """The question as the model reads it: as plain text, or as the user's turn of a chat."""
-    if config.data.prompt_style == "base":
-        return tokenizer(row["prompt"])["input_ids"]
-    reply_start = getattr(task, "REPLY_START", None) or ""
-    messages = [{"role": "user", "content": row["prompt"].removesuffix(reply_start).rstrip()}]
-    if system := getattr(task, "SYSTEM_MESSAGE", None):
-        messages.insert(0, {"role": "system", "content": system})
-    with blame("data.prompt_style: no chat template here takes this task's messages; write base"):
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    if not text.rstrip().endswith(reply_start):  # some templates open the thinking themselves
-        text += reply_start
-    return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has added them
+def check_names(module: ModuleType, source: str) -> dict[str, float]:
+    """Checks what a task's file defines, and returns its weights as floats."""
+    for name in ("load", "reward_function", "REWARD_WEIGHTS", "SOLVED"):
+        if not hasattr(module, name):
+            raise UserError(f"{source} has to define {name}; docs/tasks.md shows a whole task")
+    weights = module.REWARD_WEIGHTS
+    solved = module.SOLVED
+    refusal = (f"{source}: REWARD_WEIGHTS has to be names with numbers, like {{'right': 1.0}}, and "
+               f"not {shortened(repr(weights), 80)}")
+    if not isinstance(weights, dict):
+        raise UserError(refusal)
+    for part, weight in weights.items():
+        is_number = isinstance(weight, Real) and abs(weight) <= MOST
+        if not isinstance(part, str) or not is_number:
+            raise UserError(refusal)
+        is_taken = part in TAKEN or part.endswith("_std")
+        is_solved = part == "solved" and solved == "solved"  # The metric has the same value.
+        if is_taken and not is_solved:
+            raise UserError(f"{source}: a metric has the name {part!r}; call this part of the "
+                            "reward something else")
+    if solved not in weights:
+        raise UserError(f"{source}: SOLVED={solved!r} has to name a part of REWARD_WEIGHTS")
+    return {part: float(weight) for part, weight in weights.items()}
 
 
-def load_questions(task, tokenizer, config: Config, say) -> tuple[list[dict], list[dict]]:
-    """Training and validation rows, the same on every rank, with no problem on both sides."""
-    data, load = config.data, f"task.name={config.task.name!r}: its load()"
-    with theirs(f"{load} fails, or gives no dictionaries with a prompt"):
-        try:
-            rows = list(task.load(beside_main(data.dataset), data.max_rows))
-        except ValueError as error:
-            raise UserError(str(error)) from error
-        for number, row in enumerate(rows, start=1):
-            if not isinstance(row["prompt"], str) or not row["prompt"]:
-                raise UserError(f"{load}: the prompt of row {number} is {row['prompt']!r}, no text")
-            row["prompt"].encode()  # half a character, as JSON may hold it, is none
-        if longest := data.max_prompt_tokens:
-            lengths = [len(encode_prompt(row, task, tokenizer, config)) for row in rows]
-            rows = [row for row, length in zip(rows, lengths) if length <= longest]
-            say(f"data.max_prompt_tokens={longest} leaves out {len(lengths) - len(rows):,} of "
-                f"{len(lengths):,} questions")
-        by_problem: dict[object, list[dict]] = {}
-        for row in rows:
-            problem = row.get("problem", row["prompt"])
-            with blame(f"{load}: the problem {problem!r} has no hash, as a text or a tuple has",
-                       (TypeError,)):
-                by_problem.setdefault(problem, []).append(row)
-    problems = list(by_problem)
+# ---------------------------------------------------------------- questions
+
+def load_questions(task: Task, tokenizer: PreTrainedTokenizerBase,
+                   config: Config) -> tuple[Questions, Questions]:
+    """Returns the training and the validation questions, the same on every rank.
+
+    No problem is in both. Each problem of the validation questions stands there once."""
+    data = config.data
+
+    def encode(row: dict) -> list[int]:
+        return encode_prompt(row, task, tokenizer, config)
+
+    rows = load_rows(task, config)
+    if data.max_prompt_tokens is not None:
+        num_loaded = len(rows)
+        rows = [row for row in rows if len(encode(row)) <= data.max_prompt_tokens]
+        if RANK == 0:
+            print(f"data.max_prompt_tokens={data.max_prompt_tokens} leaves out "
+                  f"{num_loaded - len(rows):,} of {num_loaded:,} questions")
+
+    rows_by_problem: dict[Hashable, list[dict]] = {}
+    for row in rows:
+        problem = row.get("problem", row["prompt"])
+        rows_by_problem.setdefault(problem, []).append(row)
+    problems = list(rows_by_problem)
     random.Random(f"{config.training.seed} split").shuffle(problems)
-    held_out, learned = problems[:data.num_validation], problems[data.num_validation:]
-    if not learned:
+    validation = [rows_by_problem[problem][0] for problem in problems[:data.num_validation]]
+    training = []
+    for problem in problems[data.num_validation:]:
+        training += rows_by_problem[problem]
+
+    if not training:
         raise UserError(f"data.num_validation={data.num_validation}: of {len(problems)} different "
                         f"problems that task.name={config.task.name!r} gives, none is left to "
-                        f"train on (data.max_prompt_tokens={longest})")
-    validation = [by_problem[problem][0] for problem in held_out]
-    training = [row for problem in learned for row in by_problem[problem]]
-    with blame(f"{load}: a row holds what cannot go from one process to another"):
-        pickle.dumps(validation)  # as an evaluation gathers them
+                        f"train on (data.max_prompt_tokens={data.max_prompt_tokens})")
     if WORLD_SIZE > min(len(training), len(validation)):
         raise UserError(f"{WORLD_SIZE} ranks for {len(training)} training and {len(validation)} "
                         "validation questions: start fewer ranks, or raise data.num_validation")
-    return training, validation
+    return Questions(training, encode), Questions(validation, encode)
 
 
-def check_lengths(rows: list[dict], model, task, tokenizer, config: Config) -> None:
-    """A prompt and the longest answer to it have to fit into what the model can read."""
-    known = model.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) > known:  # which does no harm where none of the others comes up
-        highest = max(tokenizer.eos_token_id, max(max(
-            encode_prompt(row, task, tokenizer, config), default=0) for row in rows))
-        if highest >= known:
+def load_rows(task: Task, config: Config) -> list[dict]:
+    """Returns the task's rows. Each is known to have a prompt."""
+    try:
+        rows = list(task.load(beside_main(config.data.dataset), config.data.max_rows))
+    except ValueError as error:
+        raise UserError(describe(error)) from error
+    for number, row in enumerate(rows, start=1):
+        prompt = row.get("prompt") if isinstance(row, dict) else None
+        if not isinstance(prompt, str) or not prompt:
+            raise UserError(f"task.name={config.task.name!r}: load() has to return dictionaries "
+                            f"with a text as prompt, and row {number} is "
+                            f"{shortened(repr(row), 80)}")
+    return rows
+
+
+def encode_prompt(row: dict, task: Task, tokenizer: PreTrainedTokenizerBase,
+                  config: Config) -> list[int]:
+    """Returns the tokens of a prompt, as plain text or as the user's turn of a chat."""
+    if config.data.prompt_style == "base":
+        return tokenizer(row["prompt"])["input_ids"]
+    question = row["prompt"].removesuffix(task.REPLY_START).rstrip()
+    messages = [{"role": "user", "content": question}]
+    if task.SYSTEM_MESSAGE:
+        messages.insert(0, {"role": "system", "content": task.SYSTEM_MESSAGE})
+    with as_user_error("data.prompt_style: the model has no chat template, or its template refuses "
+                       "this task's messages; write base"):
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    # Some templates open the thinking themselves.
+    if not text.rstrip().endswith(task.REPLY_START):
+        text += task.REPLY_START
+    # The template has added all special tokens.
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def check_prompt_lengths(rows: list[dict], model: PreTrainedModel, task: Task,
+                         tokenizer: PreTrainedTokenizerBase, config: Config) -> None:
+    """Refuses a prompt that has no room for its answer, or tokens that the model does not know."""
+
+    def encode(row: dict) -> list[int]:
+        return encode_prompt(row, task, tokenizer, config)
+
+    # A tokenizer with more tokens than the model does no harm, as long as none of them comes up.
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > vocabulary:
+        highest = tokenizer.eos_token_id
+        for row in rows:
+            highest = max(highest, *encode(row))
+        if highest >= vocabulary:
             raise UserError(f"model.name={config.model.name!r}: its tokenizer writes token "
-                            f"{highest}, and the model knows {known:,}: take the tokenizer that it "
-                            "was trained with")
+                            f"{highest}, and the model knows {vocabulary:,}: take the tokenizer "
+                            "that it was trained with")
+
     context = getattr(model.config.get_text_config(), "max_position_embeddings", 10**9)
     L = config.training.max_new_gen_tokens
-    # No token is shorter than a byte: only prompts of more bytes than there is room are counted.
-    around = len(encode_prompt(rows[0], task, tokenizer, config))  # as much as a template may add
-    doubtful = [row for row in rows if len(row["prompt"].encode()) + around + L > context]
-    longest = max((len(encode_prompt(row, task, tokenizer, config)) for row in doubtful), default=0)
+    # Encoding all prompts takes long. A token has at least one byte, so prompts of few bytes fit.
+    template_length = len(encode(rows[0]))  # No less than what a chat template adds.
+    longest = 0
+    for row in rows:
+        num_bytes = len(row["prompt"].encode())
+        if num_bytes + template_length + L > context:
+            longest = max(longest, len(encode(row)))
     if longest + L > context:
         raise UserError(f"training.max_new_gen_tokens={L}: with a prompt of {longest} tokens it "
-                        f"exceeds the {context} that {config.model.name!r} can read: write at most "
-                        f"{max(0, context - longest)}, or set data.max_prompt_tokens")
+                        f"exceeds the {context} that {config.model.name!r} can process: write at "
+                        f"most {max(0, context - longest)}, or set data.max_prompt_tokens")
 
 
-def grade(task, answer) -> dict[str, float]:
-    """The parts of an answer's reward. A reward that does not answer shows where it stands."""
-    with theirs("reward_function failed"):
-        faulthandler.dump_traceback_later(SECONDS_FOR_A_REWARD, repeat=True, file=2)
-        try:
-            parts = task.reward_function(answer.completion, deepcopy(answer.row))
-            names = dict.fromkeys([*task.REWARD_WEIGHTS, task.SOLVED])
-            values = {}
-            with suppress(Exception):
-                values = {part: float(parts[part]) for part in names}
-            if not values or not all(abs(value) <= MOST for value in values.values()):
-                raise TypeError(f"it returned {parts!r}, not a number up to {MOST:g} for each of "
-                                f"{', '.join(names)}")
-            if not 0 <= values[task.SOLVED] <= 1:
-                raise ValueError(f"SOLVED, {task.SOLVED}, is {values[task.SOLVED]:g}, not from 0 "
-                                 "to 1; let REWARD_WEIGHTS say what it pays")
-            return values
-        except BaseException as error:
-            error.add_note(f"on the completion {answer.completion!r} to {answer.row!r}")
-            raise
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+# ---------------------------------------------------------------- rewards
+
+def grade(task: Task, answer: Any) -> dict[str, float]:
+    """Returns the parts of an answer's reward. An error in the task's code keeps its traceback."""
+    # A reward that hangs prints after each minute which line it is at.
+    faulthandler.dump_traceback_later(SECONDS_FOR_A_REWARD, repeat=True, file=2)
+    try:
+        # Each answer gets a copy of the row, so no reward can change what a later one sees.
+        parts = task.reward_function(answer.completion, deepcopy(answer.question.row))
+        return check_parts(task, parts)
+    except Exception as error:
+        error.add_note(f"The completion was {shortened(answer.completion, 500)!r}")
+        raise
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
-def contents_of(task, rows: list[dict], model, tokenizer, config: Config) -> dict[str, str]:
-    """What a run stands on and no checkpoint holds, by content, to be known again."""
-    prompts = [encode_prompt(row, task, tokenizer, config) for row in rows[:8]]
-    texts = {f"task.name: the code of {config.task.name!r}":
-             ast.dump(ast.parse(Path(task.__file__).read_bytes())),
-             "data.dataset: a question": json.dumps(rows, skipkeys=True, default=lambda value: (
-                 getattr(value, "tolist", type(value).__name__.__str__)())),
-             "model.name: how the tokenizer reads a question": json.dumps(prompts),
-             "model.name: a weight": str([
-                 torch.hash_tensor(each).view(torch.int64).item() for each in model.parameters()
-                 if not (config.model.lora_rank and each.requires_grad)])}
-    return {what: hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
-            for what, text in texts.items()}
+def check_parts(task: Task, parts: dict[str, float]) -> dict[str, float]:
+    """Returns what a reward function has returned as floats, or raises an error."""
+    names = list(task.REWARD_WEIGHTS)
+    if task.SOLVED not in names:
+        names.append(task.SOLVED)
+    refusal = (f"reward_function returned {shortened(repr(parts), 200)}, and not a number up to "
+               f"{MOST:g} for each of {', '.join(names)}")
+    try:
+        values = {name: float(parts[name]) for name in names}
+    except (LookupError, TypeError, ValueError) as error:
+        raise TypeError(refusal) from error
+    for value in values.values():
+        if not abs(value) <= MOST:  # This also refuses nan.
+            raise TypeError(refusal)
+    solved = values[task.SOLVED]
+    if not 0 <= solved <= 1:
+        raise ValueError(f"reward_function returned {solved:g} as {task.SOLVED}. SOLVED names this "
+                         "part, so it is from 0 to 1. REWARD_WEIGHTS says what it counts")
+    return values

@@ -1,0 +1,34 @@
+"""The card of a saved model: what it came from, how well it does, and how to use it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from machinery.text import with_interval
+
+TEMPLATE = Path(__file__).with_name("card.md")
+
+
+def model_card(run: Any, before: dict[str, float] | None, now: dict[str, float]) -> str:
+    """Returns the text of README.md. `before` is the evaluation before training, if there was one,
+    and `now` is the evaluation of this model."""
+    config = run.config
+    base_model = ""
+    if not Path(config.model.name).exists():  # An id on the Hugging Face hub.
+        base_model = f"base_model: {config.model.name}\n"
+    results = []
+    for name in ("eval/solved", "eval/best_of_n"):
+        results.append(f"| {name} | {with_interval(before, name)} | {with_interval(now, name)} |")
+    prompt = run.tokenizer.decode(run.validation_questions[0].prompt_ids)
+    return TEMPLATE.read_text(encoding="utf-8").format(
+        base_model=base_model,
+        name=run.folder.path.name,
+        step=run.step,
+        results="\n".join(results),
+        prompt=json.dumps(prompt),
+        folder=run.folder.path / "best",
+        settings=yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False),
+        **dict(config),
+    )
