@@ -1,9 +1,9 @@
-"""Asks a trained model, and says what the grader thinks of each of its answers.
+"""Asks a model a question of Countdown, and shows what the grader says of each answer.
 
     .venv/bin/python examples/ask.py 3 7 25 = 68
-        best/ of the newest run of Countdown
+        asks the best model of the newest run of Countdown
     .venv/bin/python examples/ask.py --model tiny/model --answers 8 3 7 25 = 68
-        any model, here the one before training
+        asks any model for 8 answers, here the tiny model as it is before training
 """
 
 import argparse
@@ -16,106 +16,162 @@ from types import SimpleNamespace
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import machinery  # noqa: F401, I001  says what is being loaded, before it is
-import transformers
-from tqdm import tqdm
+import machinery  # noqa: F401, I001  It prints what is being loaded, before that takes its time.
+import torch
 
 import countdown
-import main
-from machinery.settings import read_yaml
+from machinery.errors import UserError
+from machinery.model import find_stop_ids, load_model, make_sampler
+from machinery.ranks import random_stream
+from machinery.settings import load_config, read_yaml
+from machinery.tasks import Question, encode_prompt
+from main import Trajectory, sample
+
+# The settings of a model's run are for training it. These here are for asking it.
+FOR_ASKING = ["model.lora_rank=0", "model.precision=float32", "model.attention=null",
+              "training.shard=false"]
 
 
-def settings_of(model: Path) -> tuple[list[str], str]:
-    """The run that this best/ belongs to: its settings, for `load_config`, and what it was about.
-    A model of no run may be asked as well."""
-    settings = model.resolve().parent / "config.yaml"
-    if not settings.exists():
-        return [], "countdown"
-    return ["--config", str(settings)], read_yaml(settings)["task.name"]
+# ---------------------------------------------------------------- the model
+
+def settings_file(model: Path) -> Path | None:
+    """Returns the config.yaml of the run whose best model this is, or None for any other model."""
+    path = model.resolve().parent / "config.yaml"
+    return path if path.exists() else None
 
 
-def bests() -> list[Path]:
-    """best/ of the runs of Countdown, the newest first."""
-    found = sorted(Path("runs").glob("*/best"), key=lambda path: path.stat().st_mtime)
-    return [best for best in reversed(found) if settings_of(best)[1] == "countdown"]
+def settings_of(model: Path) -> list[str]:
+    """Returns arguments of `load_config`: the settings of the run whose best model this is."""
+    path = settings_file(model)
+    return ["--config", str(path)] if path else []
 
 
-def newest_best() -> Path:
-    if not (found := bests()):
-        raise main.UserError("no run of Countdown in runs/ has a best/ yet: train first, or name a "
-                             "model with --model")
-    return found[0]
+def task_of(model: Path) -> str:
+    """Returns the task that a model was trained on. Without a run it is taken for Countdown."""
+    path = settings_file(model)
+    return read_yaml(path)["task.name"] if path else "countdown"
+
+
+def best_models() -> list[Path]:
+    """Returns the folders best/ of all runs of Countdown in runs/, the newest first."""
+    folders = sorted(Path("runs").glob("*/best"), key=modification_time, reverse=True)
+    return [folder for folder in folders if task_of(folder) == "countdown"]
+
+
+def modification_time(path: Path) -> float:
+    return path.stat().st_mtime
+
+
+def newest_best_model() -> Path:
+    folders = best_models()
+    if not folders:
+        raise UserError("no run of Countdown in runs/ has a best/ yet: train first, or name a "
+                        "model with --model")
+    return folders[0]
 
 
 def load(path: Path) -> SimpleNamespace:
-    """What `main.sample` and `main.score` need of a model, asked as it was while it learned."""
-    settings, _ = settings_of(path)
+    """Returns what `sample` needs of a run, for a model with the settings of its own run."""
+    name = str(path)
     adapters = path / "adapter_config.json"
-    name = (json.loads(adapters.read_text())["base_model_name_or_path"] if adapters.exists()
-            else str(path))
-    config = main.load_config([
-        *settings, f"model.name={json.dumps(name)}", "model.lora_rank=0",
-        "model.precision=float32", "model.attention=null", "training.shard=false"])
-    model, tokenizer = main.load_model(config)
+    if adapters.exists():
+        name = json.loads(adapters.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    config = load_config([*settings_of(path), f"model.name={json.dumps(name)}", *FOR_ASKING])
+    model, tokenizer = load_model(config)
     if adapters.exists():
         model.load_adapter(str(path))
-    return SimpleNamespace(config=config, task=countdown, tokenizer=tokenizer,
-                           sampler=main.make_sampler(model, tokenizer, config))
+    return SimpleNamespace(
+        config=config,
+        task=countdown,
+        tokenizer=tokenizer,
+        stop_ids=find_stop_ids(model, tokenizer),
+        model=model,
+        sampler=make_sampler(model, config),
+        log=SimpleNamespace(advance=lambda count: None),  # It shows nothing.
+    )
 
+
+# ---------------------------------------------------------------- the question and its answers
 
 def read_question(words: list[str]) -> dict:
-    *numbers, equals, target = words if len(words) > 3 else [*words, "", ""]
-    if (equals != "=" or not all(word.isdigit() for word in numbers)
-            or not target.lstrip("-").isdigit()):
-        raise main.UserError(f"{' '.join(words)!r}: write two or more numbers, = and the number to "
-                             "make of them, like 3 7 25 = 68")
+    """Returns the row of Countdown for words like 3 7 25 = 68."""
+    numbers = words[:-2]
+    target = words[-1]
+    is_complete = len(numbers) >= 2 and words[-2] == "="
+    digits = [*numbers, target.removeprefix("-")]
+    if not is_complete or not all(word.isdecimal() for word in digits):
+        raise UserError(f"{' '.join(words)!r}: write two or more numbers, = and the number to "
+                        "make of them, like 3 7 25 = 68")
     nums = [int(number) for number in numbers]
-    return {"nums": nums, "target": int(target),
-            "prompt": countdown.generate_prompt(nums, int(target))}
+    prompt = countdown.generate_prompt(nums, int(target))
+    return {"nums": nums, "target": int(target), "prompt": prompt}
 
 
-def verdict(answer: main.Trajectory) -> str:
-    if answer.truncated:
-        return f"cut off after {len(answer.completion_ids)} tokens"
-    if countdown.reward_function(answer.completion, answer.row)["answer"] == 1.0:
+def sample_answers(model: Path, row: dict, num_answers: int) -> list[Trajectory]:
+    run = load(model)
+    words = [str(word) for word in (*row["nums"], "=", row["target"])]
+    stream = random_stream(run.config.training.seed, 0, f"ask {words}")
+    torch.manual_seed(stream.getrandbits(63))
+    prompt_ids = encode_prompt(row, run.task, run.tokenizer, run.config)
+    groups = sample(run, [Question(row, prompt_ids)], num_answers)
+    return groups[0]
+
+
+def last_expression(completion: str) -> str:
+    """Returns what stands in the last <answer>, without a result that it may claim after "="."""
+    _, opened, rest = completion.rpartition("<answer>")
+    expression = rest.partition("</answer>")[0] if opened else ""
+    return expression.partition("=")[0].strip()
+
+
+def verdict(answer: Trajectory) -> str:
+    """Returns "right", or what is wrong with an answer."""
+    row = answer.question.row
+    if answer.is_truncated:
+        return f"truncated after {answer.num_tokens} tokens"
+    if countdown.reward_function(answer.completion, row)["answer"] == 1.0:
         return "right"
-    said = (answer.completion.rpartition("<answer>")[2].partition("</answer>")[0].strip()
-            if "<answer>" in answer.completion else "")
-    value = countdown.evaluate_expression(said.partition("=")[0])
+    expression = last_expression(answer.completion)
+    value = countdown.evaluate_expression(expression)
     if value is None:
-        return "wrong: no answer that can be computed"
-    if ((used := sorted(map(int, re.findall(r"\d+", said.partition("=")[0]))))
-            != sorted(answer.row["nums"])):
-        return f"wrong: it uses {', '.join(map(str, used))}"
-    return (f"wrong: {said} makes {value}" if value != answer.row["target"]
-            else "wrong: right, but not written as asked")
+        return "wrong: no expression that can be computed"
+    used = sorted(int(number) for number in re.findall(r"\d+", expression))
+    if used != sorted(row["nums"]):
+        return f"wrong: it uses {', '.join(str(number) for number in used)}"
+    if value != row["target"]:
+        return f"wrong: {expression} makes {value}"
+    return "wrong: the expression is right, but the format is not"
+
+
+def show(model: Path, row: dict, answers: list[Trajectory]) -> None:
+    print(f"{model}\n")
+    task = task_of(model)
+    if task != "countdown":
+        print(f"note: this model was trained on {task}, and not on Countdown\n")
+    print(row["prompt"])
+    verdicts = [verdict(answer) for answer in answers]
+    for number, answer in enumerate(answers, start=1):
+        print(f"\n--- answer {number}: {verdicts[number - 1]}\n{answer.completion}")
+    print(f"\n{verdicts.count('right')} of {len(answers)} right")
 
 
 def ask(arguments: list[str]) -> int:
+    """Asks what the command line says, and returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path,
-                        help="a folder, or a hub id; else best/ of the newest Countdown run")
-    parser.add_argument("--answers", type=int, default=4)
+    parser.add_argument(
+        "--model", type=Path,
+        help="a folder, or an id on the Hugging Face hub; by default best/ of the newest run")
+    parser.add_argument("--answers", type=int, default=4, help="how many answers; by default 4")
     parser.add_argument("question", nargs="+", help="numbers, =, and the number to make of them")
     options = parser.parse_args(arguments)
-    transformers.utils.logging.disable_progress_bar()
     try:
         row = read_question(options.question)
-        path = options.model or newest_best()
-        asked = load(path)
-        main.random_stream(asked.config.training.seed, 0, f"ask {options.question}")
-        answers = main.sample(asked, [row], options.answers, tqdm(disable=True))
-    except main.UserError as error:
+        model = options.model or newest_best_model()
+        answers = sample_answers(model, row, options.answers)
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{path}\n")
-    if (task_name := settings_of(path)[1]) != "countdown":
-        print(f"note: this model was trained on {task_name}, and not on Countdown\n")
-    print(row["prompt"])
-    for number, answer in enumerate(answers, start=1):
-        print(f"\n--- answer {number}: {verdict(answer)}\n{answer.completion}")
-    right = sum(verdict(answer) == "right" for answer in answers)
-    print(f"\n{right} of {len(answers)} right")
+    show(model, row, answers)
     return 0
 
 

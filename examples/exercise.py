@@ -1,107 +1,223 @@
-"""An exercise: write the two functions that are the algorithm, and see how far they are right.
+"""An exercise: write the functions that are the algorithm, and see how far they are right.
 
-    .venv/bin/python examples/exercise.py    makes exercise/ to write them in; then tests it
+    .venv/bin/python examples/exercise.py
+        the first call makes exercise/, in which you write them; every later call tests them
 """
 
 import argparse
 import ast
 import os
 import re
+import shutil
+import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from shutil import copytree
-from subprocess import PIPE, STDOUT, run
 from textwrap import shorten
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = {"logger.py", "countdown.py", "config.yaml", "pyproject.toml", "README.md", "machinery",
           "tests", "tiny", "examples", "bench"}
-SECONDS = 60  # for one test; the slowest is done in three
-LEARNING, FAMILY = "tests/test_learning.py::test_", "tests/test_family.py::test_"
-VARIANT = f"{FAMILY}loss_and_gradient_of_each_published_variant_equal_the_plain_formula"
-# What is asked for, in the order in which one writes it, and the tests that know.
-STAGES = {
-    "advantage: the reward less the mean of its group":
-        [f"{LEARNING}the_advantage_is_the_reward_less_the_mean_of_its_group"],
-    "advantage: exactly 0 where all rewards of a group are equal":
-        [f"{LEARNING}equal_rewards_mean_an_advantage_of_exactly_zero"],
-    "advantage: scale_rewards=group, over the deviation, of G - 1, plus 1e-4":
-        [f"{FAMILY}scaled_advantages_are_those_of_grpo_and_still_exactly_zero_without_spread"],
-    "advantage: learning_type=sil, where `stream` decides among equals; what is returned":
-        [f"{LEARNING}sil_imitates_the_k_best_and_nothing_that_earned_nothing",
-         f"{FAMILY}sil_learns_from_the_k_best_alone_whatever_the_normaliser_counts"],
-    "loss: one update per batch, Z = B L (expected: plain_loss of tests/conftest.py)":
-        [f"{LEARNING}loss_and_gradient_equal_the_plain_formula_for_any_micro_batch_size"],
-    "loss: loss_normalizer": [f"{VARIANT}[{Z}-no KL-unclipped-1-dtype1]" for Z in ("GRPO", "DAPO")],
-    "loss: updates_per_batch=2, with rho": [f"{VARIANT}[Dr. GRPO-no KL-unclipped-2-dtype1]"],
-    "loss: clip, with rho; to watch: 'clipped', the number of tokens whose gain it lowers":
-        [f"{VARIANT}[DAPO-no KL-clipped-{updates}-dtype1]" for updates in (1, 2)],
-    "loss: kl_beta with kl_in=reward; to watch: 'kl' too, the sum of KL over the tokens":
-        [f"{VARIANT}[{name}-dtype1]" for name in ("GRPO-KL-unclipped-1", "DAPO-KL-clipped-2")],
-    "loss: kl_in=loss": [f"{VARIANT}[GRPO-KL in the loss-{mu}-dtype1]"
-                         for mu in ("unclipped-1", "clipped-2")]}
+SECONDS = 60  # for one test; the slowest takes three
+DEFAULT = ("compute_advantages", "policy_loss")
+VARIANTS = ("imitate_best", "scale_advantages", "variant_loss", "variant_normalizer",
+            "ratio_objective", "kl_in_reward", "kl_in_loss")
+PLACEHOLDER = 'raise NotImplementedError("yours to write")'
+LEARNING = "tests/test_learning.py::test_"
+FAMILY = "tests/test_family.py::test_"
+PUBLISHED = f"{FAMILY}loss_and_gradient_of_each_published_variant_equal_the_plain_formula"
+RATIO = f"{FAMILY}a_second_update_with_another_ratio_equals_the_plain_formula"
+
+
+class Stage(NamedTuple):
+    """A part of what is asked for, and the tests that know whether it is right."""
+
+    asked: str
+    tests: list[str]
+
+
+# In the order in which you write them.
+STAGES = [
+    Stage("compute_advantages: the reward minus the mean reward of the group", [
+        f"{LEARNING}the_advantage_is_the_reward_less_the_mean_of_its_group"]),
+    Stage("compute_advantages: exactly 0 if all rewards of a group are equal", [
+        f"{LEARNING}equal_rewards_mean_an_advantage_of_exactly_zero"]),
+    Stage("policy_loss: the formula in its docstring", [
+        f"{LEARNING}loss_and_gradient_equal_the_plain_formula_for_any_micro_batch_size"]),
+    Stage("imitate_best: learning_type=sil, where `stream` decides among equal rewards", [
+        f"{LEARNING}sil_imitates_the_k_best_and_nothing_that_earned_nothing",
+        f"{FAMILY}sil_learns_from_the_k_best_alone_whatever_the_normaliser_counts"]),
+    Stage("scale_advantages: scale_rewards=group, where the standard deviation gets 1e-4 added", [
+        f"{FAMILY}scaled_advantages_are_those_of_grpo_and_still_exactly_zero_without_spread"]),
+    Stage("scale_advantages: scale_rewards=mean", [
+        f"{FAMILY}advantages_over_the_mean_are_those_of_maxrl"]),
+    Stage("variant_loss and variant_normalizer: loss_normalizer=tokens, and =sequence", [
+        f"{PUBLISHED}[DAPO-no KL-unclipped-1-dtype1]",
+        f"{PUBLISHED}[GRPO-no KL-unclipped-1-dtype1]"]),
+    Stage("variant_loss and ratio_objective: updates_per_batch=2", [
+        f"{PUBLISHED}[Dr. GRPO-no KL-unclipped-2-dtype1]"]),
+    Stage("ratio_objective: clip. variant_loss returns the number of clipped tokens as 'clipped'", [
+        f"{PUBLISHED}[DAPO-no KL-clipped-1-dtype1]",
+        f"{PUBLISHED}[DAPO-no KL-clipped-2-dtype1]"]),
+    Stage("ratio_objective: ratio=sequence, and =cispo", [
+        f"{RATIO}[GSPO-no KL-clipped-dtype1]",
+        f"{RATIO}[CISPO-no KL-clipped-dtype1]"]),
+    Stage("kl_in_reward: kl_in=reward. variant_loss returns the sum of kl_in_loss as 'kl'", [
+        f"{PUBLISHED}[GRPO-KL-unclipped-1-dtype1]",
+        f"{PUBLISHED}[DAPO-KL-clipped-2-dtype1]"]),
+    Stage("kl_in_loss: kl_in=loss", [
+        f"{PUBLISHED}[GRPO-KL in the loss-unclipped-1-dtype1]",
+        f"{PUBLISHED}[GRPO-KL in the loss-clipped-2-dtype1]"]),
+]
+
+
+# ---------------------------------------------------------------- the folder to write in
+
+def left_out(folder: str, names: list[str]) -> set[str]:
+    """Returns which files of a folder are not copied."""
+    ignored = {"__pycache__", ".venv"}
+    if Path(folder) == ROOT:
+        ignored |= set(names) - COPIED
+    return ignored
 
 
 def copy_all_but_main(folder: Path) -> None:
-    copytree(ROOT, folder, ignore=lambda path, names: {"__pycache__", ".venv"} | (
-        set(names) - COPIED if Path(path) == ROOT else set()))
+    shutil.copytree(ROOT, folder, ignore=left_out)
+
+
+def names_in(node: ast.AST) -> set[str]:
+    return {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
+
+
+def calls_of_variants(function: ast.FunctionDef) -> list[ast.stmt]:
+    """Returns the statements of the default path that call a variant, like `if ...: return
+    imitate_best(...)`, and the assignments that their conditions need."""
+    found = []
+    needed = set()
+    for statement in reversed(function.body):
+        if isinstance(statement, ast.If) and names_in(statement) & set(VARIANTS):
+            found.insert(0, statement)
+            needed |= names_in(statement.test)
+        elif isinstance(statement, ast.Assign) and names_in(statement.targets[0]) & needed:
+            found.insert(0, statement)
+    return found
+
+
+def emptied(source: str) -> str:
+    """Returns main.py with a placeholder in place of the code of each function that is asked for.
+    Their docstrings stay, and so do the calls of variants in the default path."""
+    lines = source.splitlines(keepends=True)
+    for function in reversed(ast.parse(source).body):  # The lines above keep their numbers.
+        if not isinstance(function, ast.FunctionDef) or function.name not in DEFAULT + VARIANTS:
+            continue
+        docstring, *statements = function.body
+        kept = calls_of_variants(function) if function.name in DEFAULT else []
+        body = []
+        is_marked = False
+        for statement in statements:
+            if statement in kept:
+                body += lines[statement.lineno - 1:statement.end_lineno]
+            elif not is_marked:
+                body.append(f"    {PLACEHOLDER}\n")
+                is_marked = True
+        lines[docstring.end_lineno:function.end_lineno] = body
+    return "".join(lines)
 
 
 def make(folder: Path) -> None:
     copy_all_but_main(folder)
-    lines = (ROOT / "main.py").read_text().splitlines(keepends=True)
-    for node in reversed(ast.parse("".join(lines)).body):  # what is above one keeps its place
-        if getattr(node, "name", "") in ("compute_advantages", "policy_loss"):
-            lines[node.body[0].end_lineno:node.end_lineno] = [  # after the docstring
-                '    raise NotImplementedError("yours to write")\n']
-    (folder / "main.py").write_text("".join(lines))  # the last: where it is, the rest is too
+    source = (ROOT / "main.py").read_text(encoding="utf-8")
+    # This file comes last. So if it is there, all the others are, too.
+    (folder / "main.py").write_text(emptied(source), encoding="utf-8")
 
 
-def complaint(said: str) -> str:
-    """What is of use in pytest's words: the place in main.py, or else in a test, and the reason."""
-    if hung := re.search(r"main\.py\", (line \d+) in (compute_advantages|policy_loss)", said):
-        return f"main.py, {hung[1]}: {hung[2]} is not done after {SECONDS} s"
-    frames = re.findall(r"\n(\S+\.py):(\d+): in .*\n +(.*)", said)
-    error = re.search(r"\nE +(?:AssertionError: )?(.*)", said)
+# ---------------------------------------------------------------- the tests
+
+def command(stages: Iterable[Stage]) -> list[str]:
+    """Returns the command that runs the tests of these stages until one fails."""
+    pytest = [sys.executable, "-m", "pytest", "-o", "addopts=", "-vvx", "--tb=short",
+              "--color=no", "-p", "no:cacheprovider", "-o", f"faulthandler_timeout={SECONDS}"]
+    for stage in stages:
+        pytest += stage.tests
+    return pytest
+
+
+def run_tests(folder: Path) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command(STAGES),
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": "", "PYTEST_ADDOPTS": ""},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+    )
+
+
+def failed_stage(output: str) -> Stage:
+    """Returns the stage of the last test that has begun. No test begins after one that fails."""
+    begun = re.findall(r"\n(tests/\S+::.*)", output)
+    for stage in STAGES:
+        if begun and begun[-1].startswith(tuple(stage.tests)):
+            return stage
+    return STAGES[0]
+
+
+def complaint(output: str) -> str:
+    """Returns the useful part of pytest's output: a line of main.py or of a test, and the error."""
+    names = "|".join(DEFAULT + VARIANTS)
+    hanging = re.search(rf'main\.py", (line \d+) in ({names})', output)
+    if hanging:
+        return f"main.py, {hanging[1]}: {hanging[2]} has not ended after {SECONDS} s"
+    frames = re.findall(r"\n(\S+\.py):(\d+): in .*\n +(.*)", output)
+    error = re.search(r"\nE +(?:AssertionError: )?(.*)", output)
     if not frames or not error:
-        return said.strip().rpartition("\n")[2]
-    file, line, code = ([frame for frame in frames if frame[0] == "main.py"] or frames)[-1]
-    reason = re.sub("^assert ", "which is not so: ", error[1])
+        return output.strip().rpartition("\n")[2]
+    frames_of_main = [frame for frame in frames if frame[0] == "main.py"]
+    file, line, code = (frames_of_main or frames)[-1]
+    reason = re.sub("^assert ", "this is not so: ", error[1])
     return f"{file}, line {line}: {code}\n         {shorten(reason, 200, placeholder=' ...')}"
 
 
+def report(result: subprocess.CompletedProcess) -> int:
+    """Prints which stages are right, up to the first that is not. Returns the exit code."""
+    failed = None if result.returncode == 0 else failed_stage(result.stdout)
+    for stage in STAGES:
+        if stage is failed:
+            print(f"not yet  {stage.asked}\n         {complaint(result.stdout)}")
+            return 1
+        print(f"right    {stage.asked}")
+    return 0
+
+
+# ---------------------------------------------------------------- the command
+
 def exercise(arguments: list[str]) -> int:
+    """Makes the folder, or tests what is in it. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=ROOT / "exercise")
     folder = Path(os.path.relpath(parser.parse_args(arguments).folder))
     if not folder.exists():
         make(folder)
-        print(f"In {folder}/main.py `compute_advantages` and `policy_loss` are empty. Write them:\n"
-              "its head has the formulas, README.md what they mean, under 5 and \"The family, and\n"
-              "SIL\" (its 4 shows a part of what is asked for). Begin with as little as you like,\n"
-              "and call this command again to see how far it is right.")
+        print(f"In {folder}/main.py, {len(DEFAULT + VARIANTS)} functions are empty. Their "
+              "docstrings say what they do.\nBegin with `compute_advantages` and `policy_loss`: "
+              "they are Dr. GRPO, the default.\nThe others are variants, at the end of the file. "
+              "The README explains all of them.\nCall this command again to see how far you are.")
         return 0
     print(f"testing {folder}/, 10 to 30 seconds ... (to begin anew, delete it)", flush=True)
+    path = folder / "main.py"
     try:
-        compile((folder / "main.py").read_bytes(), folder / "main.py", "exec")
+        compile(path.read_bytes(), path, "exec")
     except (OSError, SyntaxError, ValueError) as error:
         sys.exit(f"error: {error}")
-    result = run([sys.executable, "-m", "pytest", "-o", "addopts=", "-vvx", "--tb=short",
-                  "--color=no", "-p", "no:cacheprovider", "-o", f"faulthandler_timeout={SECONDS}",
-                  *(test for tests in STAGES.values() for test in tests)],
-                 cwd=folder, env={**os.environ, "PYTHONPATH": "", "PYTEST_ADDOPTS": ""},
-                 text=True, stdout=PIPE, stderr=STDOUT, check=False)
-    begun = re.findall(r"\n(tests/\S+::.*)", result.stdout) or next(iter(STAGES.values()))
-    for stage, tests in STAGES.items():
-        if result.returncode != 0 and begun[-1].startswith(tuple(tests)):  # none after it is run
-            print(f"not yet  {stage}\n         {complaint(result.stdout)}")
-            return 1
-        print(f"right    {stage}")
-    print("All of it is right. To see it beside the original, and to train with it:\n"
-          f"    diff {os.path.relpath(ROOT)}/main.py {folder}/main.py\n"
-          f"    cd {folder} && {os.path.relpath(sys.prefix, folder)}/bin/torchrun"
-          " --nproc-per-node=2 main.py")
-    return 0
+    code = report(run_tests(folder))
+    if code == 0:
+        bin_folder = Path(os.path.relpath(sys.prefix, folder), "bin")
+        print("All of it is right. To compare it with the original, and to train with it:\n"
+              f"    diff {os.path.relpath(ROOT)}/main.py {path}\n"
+              f"    cd {folder} && {bin_folder}/torchrun --nproc-per-node=2 main.py")
+    return code
 
 
 if __name__ == "__main__":

@@ -1,234 +1,380 @@
-"""One update, seen: which tokens of which answers became likelier, and was that what was meant?
+"""Shows one update: which tokens of which answers became more likely, and whether they should have.
 
     .venv/bin/python examples/one_step.py
-        the first question of a run's first step whose answers differ in reward -> one_step.html
+        takes the first question of a run whose answers differ in reward, and writes one_step.html
     .venv/bin/python examples/one_step.py --model runs/<name>/best 3 7 25 = 68 training.seed=1
-        another model, a question of your own, any key of config.yaml
+        takes another model, a question of your own, and any key of config.yaml
     .venv/bin/python examples/one_step.py --all 20
-        no page, but the same numbers averaged over 20 questions, as one line of JSON
+        writes no page, but prints the mean of the same numbers over 20 questions, as a line of JSON
 
-main.py is used as a library here: `one_step` is its `training_step` for one group. The page is
-one_step_page.html with the numbers put in.
+This file uses main.py as a library. `one_step` is its `training_step` for one group of answers, at
+the full learning rate. The page is one_step_page.html with the numbers put in.
 """
 
 import argparse
 import copy
 import itertools
 import json
+import math
 import re
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean, stdev
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
-import ask  # beside this file; it puts main.py on the path, and says what is being loaded
-import transformers
-from tqdm import tqdm
+import ask  # It is beside this file. It makes main.py importable, and prints what is being loaded.
+import torch
+from transformers import PreTrainedTokenizerBase
 
 import main
-from machinery.errors import UserError, blame, shortened, visible
-from machinery.metrics import MOVED, logprobs_now
-from machinery.ranks import join
+from machinery.batches import measure_in_batches, store_in_answers
+from machinery.errors import UserError, as_user_error
+from machinery.metrics import MOVED, change_metrics
+from machinery.model import make_sampler, refresh_sampler
+from machinery.ranks import join, random_stream
+from machinery.settings import Config, load_config
+from machinery.tasks import Question, encode_prompt
+from machinery.text import shortened, visible
+from main import Run, Trajectory
 
+TEMPLATE = Path(__file__).with_name("one_step_page.html")
 NUMBERS = ("moved_as_meant", "change_as_meant", "change_rewarded", "change_punished")
-TRIES = 50  # groups, until one has a signal
+MOST_TRIES = 50  # groups without a signal, one after the other
 MOST_BYTES = 300_000  # of a page
-NO_BAR = tqdm(disable=True)
+# So many tokens of all answers, and so many characters of a question, are on a page. We take the
+# first number whose page is small enough.
+MOST_TOKENS = (8192, 4096, 2048, 1024, 512, 256, 128, 64)
+SHOWN_ANSWERS = 4  # of a column of the page
 
 
-def prepare(config) -> main.Run:
-    """What main.py's functions share, without the folder and the log of a run."""
-    folder = SimpleNamespace(restore=lambda *_: (0, (0.0, 0.0)))
-    log = SimpleNamespace(phase=lambda name: nullcontext(), say=lambda text: None)
+# ---------------------------------------------------------------- a run of one step
+
+def prepare(config: Config) -> Run:
+    """Returns a run without a folder and without a log, at the full learning rate."""
+    training = config.training.model_copy(update={"warmup_steps": 0, "decay_steps": None})
+    config = config.model_copy(update={"training": training})
+    folder = SimpleNamespace(restore=lambda run: None)
+    log = SimpleNamespace(
+        phase=lambda name, total=0: nullcontext(), advance=lambda count: None, seconds={})
     run = main.prepare(config, folder, log)
-    run.optimizer.param_groups[0]["lr"] = config.training.learning_rate
+    run.step = 1  # The learning rate of step 0 is 0.
     return run
 
 
-def sampled(run: main.Run, rows: list[dict], step: int) -> list[tuple[list, list]]:
-    """For each row its group of answers, and those of them that count in B. They are drawn with the
-    random numbers of that step of training, so what differs later differs because of an update."""
+class Place(NamedTuple):
+    """Where a group of answers is in training. The random numbers of its answers depend on it."""
+
+    rows: list[dict]  # the questions of the step
+    step: int
+    index: int        # of the group's question among those of the step
+
+
+def sampled(run: Any, rows: list[dict], step: int) -> list[tuple[list, list]]:
+    """Samples a group of answers to each row. Returns each group, and those of its answers that
+    count in the loss.
+
+    The random numbers are those of this step of training. So whatever differs when it is called
+    again differs because of an update."""
     training = run.config.training
-    stream, G = main.random_stream(training.seed, step, "train"), training.k_best_of_n[1]
-    answers = main.sample(run, rows, G, NO_BAR)
-    main.score(answers, run.task, NO_BAR)
-    groups = [answers[i:i + G] for i in range(0, len(answers), G)]
+    stream = random_stream(training.seed, step, "train")
+    torch.manual_seed(stream.getrandbits(63))
+    questions = []
+    for row in rows:
+        prompt_ids = encode_prompt(row, run.task, run.tokenizer, run.config)
+        questions.append(Question(row, prompt_ids))
+    groups = main.sample(run, questions, training.group_size)
+    main.score(run, groups)
     return [(group, main.compute_advantages(group, training, stream)) for group in groups]
 
 
-def groups_with_signal(run: main.Run, row: dict | None):
-    """Those to learn from, as training would meet them, or of one question asked again and again:
-    the answers, those of them that count in B, and where they stand (rows, step, place)."""
-    training, barren = run.config.training, 0
-    for step in itertools.count(1):
-        rows = [row] if row else main.questions(run.training_rows, step, run.config)
-        for place, (answers, chosen) in enumerate(sampled(run, rows, step)):
-            barren += 1
-            if any(answer.advantage for answer in main.learned_from(chosen, training)):
-                yield answers, chosen, (rows, step, place)
-                barren = 0
-            if barren == TRIES:
+def groups_with_signal(run: Run, row: dict | None) -> Iterator[tuple[list, list, Place]]:
+    """Yields groups that something can be learned from, in the order in which training meets them.
+    With a row, all groups answer this row. A group comes with those of its answers that count in
+    the loss, and with its place."""
+    num_tries = 0
+    for run.step in itertools.count(1):
+        rows = [row] if row else [question.row for question in main.questions(run)]
+        for index, (group, counted) in enumerate(sampled(run, rows, run.step)):
+            num_tries += 1
+            if has_signal(run, counted):
+                num_tries = 0
+                yield group, counted, Place(rows, run.step, index)
+            if num_tries == MOST_TRIES:
                 raise UserError(
-                    f"{TRIES} groups, and in none of them do answers differ in reward: nothing can "
-                    "be learned from that; ask something easier or harder, or another model")
+                    f"{MOST_TRIES} groups, and in none of them do answers differ in reward: "
+                    "nothing can be learned from that; ask something easier or harder, or another "
+                    "model")
 
 
-def look(run: main.Run, answers: list, name: str) -> None:
-    """Log-probabilities and entropies of all tokens as they are now: also those of answers that
-    equal the mean, which nothing is learned from, but which move with the others."""
-    for batch, logprobs, entropies in logprobs_now(run, answers):
-        if not logprobs.isfinite().all():
+def has_signal(run: Run, answers: list[Trajectory]) -> bool:
+    for answer in answers:
+        if answer.advantage != 0 and main.is_learned_from(answer, run.config.training):
+            return True
+    return False
+
+
+def measure(run: Run, answers: list[Trajectory], name: str) -> None:
+    """Stores the log-probabilities and entropies of all tokens in the answers, under this name.
+    Answers that nothing is learned from move together with the others, so it measures them too."""
+    batches = measure_in_batches(run.policy.module, answers, run.config.training)
+    for batch, log_probs, entropies in batches:
+        if not log_probs.isfinite().all():
             raise UserError(f"{name} the update log p is not finite: lower training.learning_rate")
-        main.hand_to_answers(batch, **{name: logprobs, f"{name}_entropies": entropies})
+        store_in_answers(batch, **{name: log_probs, f"{name}_entropies": entropies})
 
 
-def one_step(run: main.Run, answers: list, chosen: list) -> dict[str, float]:
-    """One update on a group, and what it did to each token: `before` and `after` in the answers."""
-    look(run, answers, "before")
-    main.learn(run, chosen, NO_BAR)
-    look(run, answers, "after")
-    return main.change_metrics(run, main.learned_from(chosen, run.config.training))
+def one_step(run: Run, group: list[Trajectory], counted: list[Trajectory]) -> dict[str, float]:
+    """Makes one update with a group, and returns how its tokens have changed. Every answer then has
+    the log-probabilities `before` and `after`."""
+    measure(run, group, "before")
+    main.learn(run, counted)
+    measure(run, group, "after")
+    return change_metrics(run, counted)
 
 
-# ---------------------------------------------------------------- the page
+# ---------------------------------------------------------------- many groups
 
-def texts_of_tokens(tokenizer, ids: list[int]) -> list[str]:
-    """What each token adds to the text. One that ends inside a character adds nothing yet."""
-    texts, done = [], 0  # so many tokens are in the texts
-    for end in range(1, len(ids) + 1):
-        before, longer = (tokenizer.decode(ids[max(0, done - 4):to]) for to in (done, end))
-        if longer.endswith("\N{REPLACEMENT CHARACTER}") and done + 8 > end < len(ids):
-            texts.append("")
-        else:
-            texts.append(longer[len(before):])
-            done = end
-    return texts
-
-
-def verdict(run: main.Run, answer) -> str:
-    said = (ask.verdict(answer) if run.config.task.name == "countdown"
-            else f"{run.task.SOLVED} {answer.parts[run.task.SOLVED]:.2f}")
-    return shortened(visible(said), 100)
-
-
-def shown_answer(run: main.Run, answer, most: int) -> dict:
-    """An answer for the page, with at most so many of its tokens."""
-    learned = answer.new_logprobs is not None and answer.advantage != 0
-    moved = (change := answer.after - answer.before).abs() > MOVED  # (tokens,)
-    tokens = [[shortened(visible(text), 40), round(before, 5), round(by, 6), round(entropy, 4)]
-              for text, before, by, entropy in zip(
-                  texts_of_tokens(run.tokenizer, answer.completion_ids), answer.before.tolist(),
-                  change.tolist(), answer.before_entropies.tolist())]
-    if (left_out := len(tokens) - most) > 0:
-        tokens[most // 2:most // 2 + left_out] = [[f" ... {left_out} left out ... ", *3 * [None]]]
-    as_meant = (change * answer.advantage > 0)[moved].float().mean()
-    parts = ", ".join(f"{name} {value:.2f}" for name, value in answer.parts.items())
-    return {"reward": answer.reward, "advantage": answer.advantage,
-            "parts": shortened(visible(parts), 200), "length": len(change),
-            "verdict": verdict(run, answer), "change": float(change.mean()),
-            "as_meant": float(as_meant) if learned and moved.any() else None,
-            "tokens": tokens, "learned": learned}
-
-
-def again(run: main.Run, title: str, answers: list, most: int) -> dict:
-    """The same question answered by the model at another time, for a column of the page."""
-    right = sum(answer.parts[run.task.SOLVED] >= 1 for answer in answers)
-    return {"title": f"{title}: {right} of {len(answers)} right", "answers": [
-        {"text": shortened(visible(answer.completion.strip()), most),
-         "verdict": verdict(run, answer)} for answer in answers[:4]]}
-
-
-def page(run: main.Run, answers: list, numbers: dict, columns: list, settings: str) -> str:
-    """one_step_page.html with the numbers put in, as JSON in which nothing can end the script that
-    holds it. Where the answers are long, as many of their tokens as MOST_BYTES allow."""
-    template = (Path(__file__).parent / "one_step_page.html").read_text(encoding="utf-8")
-    training, most = run.config.training, 8192
-    rule = "sil" if training.learning_type == "sil" else training.scale_rewards
-    while True:
-        data = {"settings": settings, "rounding": MOVED, "rule": rule, **numbers,
-                "question": shortened(visible(answers[0].row["prompt"]), most),
-                "normalizer": training.loss_normalizer, "L": training.max_new_gen_tokens,
-                "k": training.k_best_of_n[0] if rule == "sil" else max(1, len(answers) // 4),
-                "answers": [shown_answer(run, answer, most // len(answers)) for answer in answers],
-                "again": [again(run, *column, most // 8) for column in columns]}
-        text = json.dumps(data).replace("<", "\\u003c").replace(">", "\\u003e")
-        if len(template) + len(text) <= MOST_BYTES:
-            return template.replace("DATA", text, 1)
-        if (most := most // 2) < 64:
-            raise UserError(f"{len(answers)} answers are too many for a page: see k_best_of_n")
-
-
-def write_page(run: main.Run, row: dict | None, trained: Path | None, out: Path) -> None:
-    config = run.config
-    answers, chosen, (rows, step, place) = next(groups_with_signal(run, row))
-    numbers = one_step(run, answers, chosen)
-    numbers = {name: numbers[name] if numbers[name] == numbers[name] else None for name in NUMBERS}
-    columns = [("before", answers), ("after this one update", sampled(run, rows, step)[place][0])]
-    if trained:
-        other = ask.load(trained)
-        other.config, other.task = run.config, run.task  # it is asked the same in the same way
-        other.sampler = main.make_sampler(other.sampler, other.tokenizer, config)
-        columns.append((str(trained), sampled(other, rows, step)[place][0]))
-    settings = (
-        f"{config.model.name}, one update at learning rate {config.training.learning_rate:g} on "
-        f"{len(answers)} answers sampled at temperature {config.sampling.temperature:g}; "
-        f"training.seed {config.training.seed}, step {step}, question {place + 1}")
-    with blame(f"--out {out} cannot be written", (OSError,)):
-        out.write_text(page(run, answers, numbers, columns, settings), encoding="utf-8")
-    print(", ".join(f"{name} {'none' if number is None else f'{number:.4f}'}"
-                    for name, number in numbers.items()))
-    print(f"{out} has every token of it: open it in a browser")
-
-
-def average(run: main.Run, num_groups: int) -> dict:
-    """The numbers of as many groups, each from the model as it was loaded; mean and spread."""
-    weights, moments = (copy.deepcopy(each.state_dict()) for each in (run.model, run.optimizer))
+def average(run: Run, num_groups: int) -> dict[str, float | None]:
+    """Returns mean and standard deviation of the numbers of so many groups. Each group updates the
+    model as it was loaded."""
+    weights = copy.deepcopy(run.model.state_dict())
+    optimizer_state = copy.deepcopy(run.optimizer.state_dict())
     found = []
-    for answers, chosen, _ in itertools.islice(groups_with_signal(run, None), num_groups):
-        found.append(one_step(run, answers, chosen))
+    groups = groups_with_signal(run, None)
+    for group, counted, _ in itertools.islice(groups, num_groups):
+        found.append(one_step(run, group, counted))
         run.model.load_state_dict(weights)
-        run.optimizer.load_state_dict(copy.deepcopy(moments))  # which it takes as its own
-        main.refresh_sampler(run.sampler, run.model)
-    means = {"groups": num_groups}
+        run.optimizer.load_state_dict(copy.deepcopy(optimizer_state))  # It keeps what it is given.
+        refresh_sampler(run.sampler, run.model)
+    means: dict[str, float | None] = {"groups": num_groups}
     for name in NUMBERS:
-        each = [numbers[name] for numbers in found if numbers[name] == numbers[name]]
-        means[name] = round(fmean(each), 4) if each else None
-        means[f"{name}_std"] = round(stdev(each), 4) if len(each) > 1 else None
+        values = [numbers[name] for numbers in found if not math.isnan(numbers[name])]
+        means[name] = round(fmean(values), 4) if values else None
+        means[f"{name}_std"] = round(stdev(values), 4) if len(values) > 1 else None
     return means
 
 
-def command(arguments: list[str]) -> int:
+# ---------------------------------------------------------------- what the page shows
+
+def texts_of_tokens(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
+    """Returns what each token adds to the text. A token that ends within a character adds nothing,
+    and a later token adds the whole character."""
+    texts = []
+    num_done = 0  # of the tokens, those whose text is complete
+    for end in range(1, len(ids) + 1):
+        start = max(0, num_done - 4)
+        before = tokenizer.decode(ids[start:num_done], clean_up_tokenization_spaces=False)
+        longer = tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False)
+        ends_within = longer.endswith("\N{REPLACEMENT CHARACTER}")
+        if ends_within and end < len(ids) and end - num_done < 8:
+            texts.append("")
+        else:
+            texts.append(longer[len(before):])
+            num_done = end
+    return texts
+
+
+def describe_parts(answer: Trajectory) -> str:
+    parts = [f"{name} {value:.2f}" for name, value in answer.reward_parts.items()]
+    return shortened(visible(", ".join(parts)), 200)
+
+
+def verdict(run: Run, answer: Trajectory) -> str:
+    if run.config.task.name == "countdown":
+        said = ask.verdict(answer)
+    else:
+        solved = run.task.SOLVED
+        said = f"{solved} {answer.reward_parts[solved]:.2f}"
+    return shortened(visible(said), 100)
+
+
+def shown_tokens(run: Run, answer: Trajectory, most: int) -> list[list]:
+    """Returns text, log p before, its change and entropy of at most so many tokens of an answer. A
+    text without numbers stands for those that are left out."""
+    columns = zip(
+        texts_of_tokens(run.tokenizer, answer.completion_ids),
+        answer.before.tolist(),
+        (answer.after - answer.before).tolist(),
+        answer.before_entropies.tolist(),
+        strict=True)
+    tokens = []
+    for text, before, change, entropy in columns:
+        tokens.append([
+            shortened(visible(text), 40), round(before, 5), round(change, 6), round(entropy, 4)])
+    num_left_out = len(tokens) - most
+    if num_left_out > 0:
+        half = most // 2
+        gap = [f" ... {num_left_out} left out ... ", None, None, None]
+        tokens[half:half + num_left_out] = [gap]
+    return tokens
+
+
+def shown_answer(run: Run, answer: Trajectory, most: int) -> dict[str, Any]:
+    """Returns an answer as the page holds it, with at most so many of its tokens."""
+    change = answer.after - answer.before  # (tokens,)
+    has_moved = change.abs() > MOVED
+    is_learned = answer.new_log_probs is not None and answer.advantage != 0
+    share_as_meant = None
+    if is_learned and has_moved.any():
+        is_as_meant = change * answer.advantage > 0
+        share_as_meant = float(is_as_meant[has_moved].float().mean())
+    return {
+        "reward": answer.reward,
+        "parts": describe_parts(answer),
+        "advantage": answer.advantage,
+        "verdict": verdict(run, answer),
+        "length": answer.num_tokens,
+        "change": float(change.mean()),
+        "as_meant": share_as_meant,
+        "learned": is_learned,
+        "tokens": shown_tokens(run, answer, most),
+    }
+
+
+def shown_column(run: Run, title: str, answers: list[Trajectory], most: int) -> dict[str, Any]:
+    """Returns a column of the page: how a model at another time answers the same question."""
+    num_right = 0
+    for answer in answers:
+        num_right += answer.reward_parts[run.task.SOLVED] >= 1
+    shown = []
+    for answer in answers[:SHOWN_ANSWERS]:
+        text = shortened(visible(answer.completion.strip()), most)
+        shown.append({"text": text, "verdict": verdict(run, answer)})
+    return {"title": f"{title}: {num_right} of {len(answers)} right", "answers": shown}
+
+
+def page(
+    run: Run,
+    answers: list[Trajectory],
+    numbers: dict[str, float | None],
+    columns: list[tuple[str, list[Trajectory]]],
+    settings: str,
+) -> str:
+    """Returns one_step_page.html with the numbers put in. Of long answers it shows a part."""
+    template = TEMPLATE.read_text(encoding="utf-8")
+    training = run.config.training
+    rule = training.scale_rewards
+    num_best = max(1, len(answers) // 4)  # what the page counts as the best, if you choose sil
+    if training.learning_type == "sil":
+        rule = "sil"
+        num_best = training.k_best_of_n[0]
+    prompt = answers[0].question.row["prompt"]
+    for most in MOST_TOKENS:
+        most_of_answer = most // len(answers)
+        text = as_script({
+            "settings": settings,
+            "question": shortened(visible(prompt), most),
+            **numbers,
+            "rounding": MOVED,
+            "rule": rule,
+            "k": num_best,
+            "normalizer": training.loss_normalizer,
+            "L": training.max_new_gen_tokens,
+            "answers": [shown_answer(run, answer, most_of_answer) for answer in answers],
+            "again": [shown_column(run, *column, most // 8) for column in columns],
+        })
+        if len(template) + len(text) <= MOST_BYTES:
+            return template.replace("DATA", text, 1)
+    raise UserError(f"{len(answers)} answers are too many for a page: see k_best_of_n")
+
+
+def as_script(data: dict[str, Any]) -> str:
+    """Returns JSON that can stand in a script of the page. Nothing in it can end the script."""
+    text = json.dumps(data)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+# ---------------------------------------------------------------- the command
+
+def answers_of_other_model(run: Run, model: Path, place: Place) -> list[Trajectory]:
+    """Asks another model the same question, with the same settings and random numbers."""
+    other = ask.load(model)
+    other.config = run.config
+    other.task = run.task
+    other.sampler = make_sampler(other.model, run.config)
+    group, _ = sampled(other, place.rows, place.step)[place.index]
+    return group
+
+
+def write_page(run: Run, row: dict | None, trained: Path | None, out: Path) -> None:
+    config = run.config
+    answers, counted, place = next(groups_with_signal(run, row))
+    numbers: dict[str, float | None] = {}
+    for name, value in one_step(run, answers, counted).items():
+        if name in NUMBERS:
+            numbers[name] = None if math.isnan(value) else value
+    updated, _ = sampled(run, place.rows, place.step)[place.index]
+    columns = [("before", answers), ("after this one update", updated)]
+    if trained:
+        columns.append((str(trained), answers_of_other_model(run, trained, place)))
+    settings = (
+        f"{config.model.name}, one update at learning rate {config.training.learning_rate:g} on "
+        f"{len(answers)} answers, sampled at temperature {config.sampling.temperature:g}. "
+        f"training.seed {config.training.seed}, step {place.step}, question {place.index + 1}")
+    with as_user_error(f"--out {out} cannot be written", (OSError,)):
+        out.write_text(page(run, answers, numbers, columns, settings), encoding="utf-8")
+    told = []
+    for name, value in numbers.items():
+        told.append(f"{name} none" if value is None else f"{name} {value:.4f}")
+    print(", ".join(told))
+    print(f"{out} shows every token: open it in a browser")
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    """Returns the options. Their words are split into `keys` and `question`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=Path("tiny/model"), help="a folder")
-    parser.add_argument("--trained", type=Path, help="a third column; else best/ of the newest run")
-    parser.add_argument("--all", type=int, metavar="N", help="average over N questions, no page")
+    parser.add_argument(
+        "--trained", type=Path,
+        help="another model for a third column; by default best/ of the newest run of Countdown")
+    parser.add_argument(
+        "--all", type=int, metavar="N", help="print means over N questions, and write no page")
     parser.add_argument("--out", type=Path, default=Path("one_step.html"))
     parser.add_argument("words", nargs="*", metavar="3 7 25 = 68 or section.key=value")
     options = parser.parse_intermixed_args(arguments)
-    keys = [word for word in options.words if re.match(r"\w+\.\w+=", word)]
-    question = [word for word in options.words if word not in keys]
-    transformers.utils.logging.disable_progress_bar()
+    options.keys = [word for word in options.words if re.match(r"\w+\.\w+=", word)]
+    options.question = [word for word in options.words if word not in options.keys]
+    return options
+
+
+def check_options(options: argparse.Namespace) -> None:
+    if (options.model / "adapter_config.json").exists():
+        raise UserError(f"{options.model} holds adapters: make a plain model of them first, as "
+                        "docs/running.md says under The trained model")
+    if options.all is not None and (options.all < 1 or options.question):
+        raise UserError("--all N averages over N >= 1 questions of the training set")
+
+
+def start(options: argparse.Namespace) -> None:
+    """Does what the command line says. A mistake of the user ends in a UserError."""
+    check_options(options)
+    row = ask.read_question(options.question) if options.question else None
+    model = f"model.name={json.dumps(str(options.model))}"
+    config = load_config([*ask.settings_of(options.model), model, *options.keys])
+    is_countdown = config.task.name == "countdown"
+    if row and not is_countdown:
+        words = " ".join(options.question)
+        raise UserError(f"{words!r} is a question of Countdown, and task.name is "
+                        f"{config.task.name!r}: leave it out, and a training question is taken")
+    join()
+    run = prepare(config)
+    if options.all is not None:
+        print(json.dumps(average(run, options.all)))
+        return
+    trained = options.trained
+    if trained is None and is_countdown:
+        trained = next(iter(ask.best_models()), None)
+    write_page(run, row, trained, options.out)
+
+
+def command(arguments: list[str]) -> int:
+    """Runs the command line, and returns the exit code."""
+    options = parse_arguments(arguments)
     try:
-        if (options.model / "adapter_config.json").exists():
-            raise UserError(f"{options.model} holds adapters: make a plain model of them first, as "
-                            "docs/running.md says under The trained model")
-        if options.all is not None and (options.all < 1 or question):
-            raise UserError("--all N averages over N >= 1 questions of the training set")
-        row = ask.read_question(question) if question else None
-        model = f"model.name={json.dumps(str(options.model))}"
-        config = main.load_config([*ask.settings_of(options.model)[0], model, *keys])
-        of_countdown = config.task.name == "countdown"
-        if row and not of_countdown:
-            raise UserError(f"{' '.join(question)!r} is a question of Countdown, and task.name is "
-                            f"{config.task.name!r}: leave it out, and a training question is taken")
-        join()
-        run = prepare(config)
-        if options.all is not None:
-            print(json.dumps(average(run, options.all)))
-        else:
-            bests = ask.bests() if of_countdown else []
-            write_page(run, row, options.trained or next(iter(bests), None), options.out)
+        start(options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
