@@ -8,9 +8,9 @@ main.py.
     .venv/bin/python bench/step.py --continuous ...
         a step, as bench/README.md measures it"""
 
-import copy
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -19,18 +19,29 @@ import torch
 import transformers
 
 import main
+from machinery.errors import UserError
 
 
-def complete(sampler, prompts: list[list[int]], L: int, bar) -> list[list[int]]:
-    """In place of `main.complete`. It is set up anew for each call, or it would go on using keys of
-    old weights; blocks of equal prompts are shared by the library."""
-    attention, settings = sampler.config._attn_implementation, copy.copy(sampler.generation_config)
-    settings.max_new_tokens = L
+def generate(sampler, prompts: list[list[int]], settings, max_rows: int,
+             on_ended: Callable[[int], object]) -> list[list[int]]:
+    """In place of `main.generate`."""
+    sampler.eval()
+    completions = []
+    for start in range(0, len(prompts), max_rows):
+        completions += generate_rows(sampler, prompts[start:start + max_rows], settings)
+        on_ended(len(completions) - start)
+    return completions
+
+
+def generate_rows(sampler, prompts: list[list[int]], settings) -> list[list[int]]:
+    """It is set up anew for each call, or it would go on using keys of old weights; blocks of equal
+    prompts are shared by the library."""
+    attention = sampler.config._attn_implementation
     batching = transformers.ContinuousBatchingConfig(
         max_requests_per_batch=len(prompts), max_batch_tokens=max(2 * len(prompts), 256),
         seed=int(torch.randint(2**31, ())))
     # As much memory as these may need; left to itself it would take nearly all that is free.
-    longest = max(map(len, prompts)) + L
+    longest = max(map(len, prompts)) + settings.max_new_tokens
     batching.num_blocks = len(prompts) * math.ceil(longest / batching.page_size)
     try:
         results = list(sampler.generate_batch(prompts, settings, batching).values())
@@ -39,13 +50,12 @@ def complete(sampler, prompts: list[list[int]], L: int, bar) -> list[list[int]]:
     # What goes wrong inside is logged, not raised, and the answers that there are come back.
     errors = {result.error for result in results if result.error}
     if errors or len(results) < len(prompts):
-        kind = torch.OutOfMemoryError if "out of memory" in str(errors) else main.UserError
+        kind = torch.OutOfMemoryError if "out of memory" in str(errors) else UserError
         raise kind(f"continuous batching returned {len(results)} of {len(prompts)} answers, with "
                    f"{sorted(errors)}")
-    bar.update(len(results))
     return [result.generated_tokens for result in results]
 
 
 if __name__ == "__main__":
-    main.complete = complete
+    main.generate = generate
     main.launch(main.main)

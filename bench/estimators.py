@@ -43,7 +43,8 @@ import one_step
 
 import main
 from machinery.errors import UserError
-from machinery.ranks import join
+from machinery.ranks import join, random_stream
+from machinery.settings import load_config
 
 BUCKETS = 4096
 BATCH = 128  # answers, for whatever is said of one batch
@@ -112,15 +113,15 @@ class Sketch:
         flat = torch.cat([each.flatten() for each in gradients]).cpu() * self.signs
         return flat.new_zeros(BUCKETS).index_add_(0, self.buckets, flat)
 
-    def of_log_pi(self, logprobs: torch.Tensor) -> torch.Tensor:
-        return self.of(torch.autograd.grad(logprobs.sum(), self.parameters, retain_graph=True))
+    def of_log_pi(self, log_probs: torch.Tensor) -> torch.Tensor:
+        return self.of(torch.autograd.grad(log_probs.sum(), self.parameters, retain_graph=True))
 
-    def of_penalty(self, logprobs: torch.Tensor, answer: main.Trajectory, training,
+    def of_penalty(self, log_probs: torch.Tensor, answer: main.Trajectory, training,
                    where: str) -> torch.Tensor:
         """What a KL term of weight 1 adds to what is ascended, in a batch of this answer alone."""
         with_kl = training.model_copy(update={"kl_beta": 1.0, "kl_in": where})
         blank = dataclasses.replace(answer, advantage=0.0)
-        loss, _ = main.policy_loss(logprobs, [blank], 1, len(logprobs), with_kl)
+        loss, _ = main.policy_loss(log_probs, [blank], 1, len(log_probs), with_kl)
         return -self.of(torch.autograd.grad(loss, self.parameters, retain_graph=True))
 
 
@@ -134,35 +135,41 @@ class Pool:
     penalties: dict[str, torch.Tensor]  # {kl_in: ...}; none without a reference
 
 
-def questions_of(run: main.Run, count: int) -> list[dict]:
-    if count > len(run.training_rows):
-        raise UserError(f"{count} questions are asked for, and there are "
-                        f"{len(run.training_rows)} to train on: see --questions")
-    return random.Random(run.config.training.seed).sample(run.training_rows, count)
+def questions_of(run: main.Run, count: int) -> list[main.Question]:
+    questions = run.training_questions
+    if count > len(questions):
+        raise UserError(f"{count} questions are asked for, and there are {len(questions)} to train "
+                        "on: see --questions")
+    places = random.Random(run.config.training.seed).sample(range(len(questions)), count)
+    return [questions[place] for place in places]
 
 
-def pool_of(run: main.Run, rows: list[dict], answers_each: int,
+def seed_sampling(run: main.Run, purpose: str) -> None:
+    torch.manual_seed(random_stream(run.config.training.seed, 0, purpose).getrandbits(63))
+
+
+def pool_of(run: main.Run, questions: list[main.Question], answers_each: int,
             reference: Callable | None = None) -> Pool:
-    main.random_stream(run.config.training.seed, 0, "estimators")
-    answers = main.sample(run, rows, answers_each, one_step.NO_BAR)
-    main.score(answers, run.task, one_step.NO_BAR)
+    seed_sampling(run, "estimators")
+    groups = main.sample(run, questions, answers_each)
+    main.score(run, groups)
+    answers = [answer for group in groups for answer in group]
     training = training_of(run.config, Estimator())
     sketch, policy, found = Sketch(run.model), run.policy.module.eval(), {}
     sketches: dict[str, list] = {"log pi": []} | ({"reward": [], "loss": []} if reference else {})
     for i, answer in enumerate(tqdm(answers, desc="gradients", mininterval=10)):
         key = i // answers_each, tuple(answer.completion_ids)
         if key not in found:
-            logprobs, _ = policy([answer])
-            found[key] = {"log pi": sketch.of_log_pi(logprobs)}
+            log_probs, _ = policy([answer])
+            found[key] = {"log pi": sketch.of_log_pi(log_probs)}
             if reference:
-                answer.reference_logprobs = reference([answer])[0]
-                found[key] |= {where: sketch.of_penalty(logprobs, answer, training, where)
+                answer.reference_log_probs = reference([answer])[0]
+                found[key] |= {where: sketch.of_penalty(log_probs, answer, training, where)
                                for where in ("reward", "loss")}
         for name, own in sketches.items():
             own.append(found[key][name])
-    stacked = {name: torch.stack(own).view(len(rows), answers_each, BUCKETS)
+    stacked = {name: torch.stack(own).view(len(questions), answers_each, BUCKETS)
                for name, own in sketches.items()}
-    groups = [answers[i:i + answers_each] for i in range(0, len(answers), answers_each)]
     return Pool(groups, stacked.pop("log pi"), stacked)
 
 
@@ -178,18 +185,18 @@ def training_of(config, estimator: Estimator):
 
 def reward_of(answer: main.Trajectory, task, estimator: Estimator) -> float:
     weights = task.REWARD_WEIGHTS | estimator.pays
-    return sum(weight * answer.parts[part] for part, weight in weights.items())
+    return sum(weight * answer.reward_parts[part] for part, weight in weights.items())
 
 
 def with_advantages(groups: list[list], training, change: Callable, stream) -> list:
-    """The answers that count in B."""
+    """The answers that count in the loss."""
     for group in groups:
         for answer in group:
             answer.advantage = 0.0
     counted = [answer for group in groups
                for answer in main.compute_advantages(group, training, stream)]
     for answer in counted:
-        answer.advantage = change(answer.advantage, answer.reward, training.k_best_of_n[1])
+        answer.advantage = change(answer.advantage, answer.reward, training.group_size)
     return counted
 
 
@@ -198,14 +205,14 @@ def weights_of(groups: list[list], training, change: Callable, stream) -> list[f
     aside."""
     training = training.model_copy(update={"kl_beta": 0.0})
     counted, weights = with_advantages(groups, training, change, stream), {}
-    if learned := main.learned_from(counted, training):
-        lengths = [len(answer.completion_ids) for answer in learned]
-        logprobs = torch.zeros(sum(lengths), dtype=torch.float64, requires_grad=True)
-        tokens = sum(len(answer.completion_ids) for answer in counted)
-        loss, _ = main.policy_loss(logprobs, learned, len(counted), tokens, training)
+    if learned := [answer for answer in counted if main.is_learned_from(answer, training)]:
+        lengths = [answer.num_tokens for answer in learned]
+        log_probs = torch.zeros(sum(lengths), dtype=torch.float64, requires_grad=True)
+        tokens = sum(answer.num_tokens for answer in counted)
+        loss, _ = main.policy_loss(log_probs, learned, len(counted), tokens, training)
         loss.backward()
         # one number for all tokens of an answer
-        own = [each[0].item() for each in logprobs.grad.split(lengths)]
+        own = [each[0].item() for each in log_probs.grad.split(lengths)]
         weights = {id(answer): -weight for answer, weight in zip(learned, own, strict=True)}
     return [weights.get(id(answer), 0.0) for group in groups for answer in group]
 
@@ -215,7 +222,7 @@ def by_question(pool: Pool, training, change: Callable,
     """Each question's mean gradient over groups of G that are drawn from its answers without
     putting back, `rounds` times over: (questions, BUCKETS); and the mean square of their lengths:
     (questions,)."""
-    G, stream = training.k_best_of_n[1], random.Random(0)
+    G, stream = training.group_size, random.Random(0)
     means, squares = [], []
     for question, (group, own) in enumerate(zip(pool.groups, pool.sketches, strict=True)):
         drawn = []
@@ -240,27 +247,27 @@ def truth_of(values: list[list[float]], sketches: torch.Tensor) -> torch.Tensor:
     return torch.einsum("qk,qkm->qm", advantages, sketches) / (values.shape[1] - 1)
 
 
-def later_updates(run: main.Run, rows: list[dict]) -> dict[str, torch.Tensor]:
+def later_updates(run: main.Run, questions: list[main.Question]) -> dict[str, torch.Tensor]:
     """What is ascended in the later updates of LATER, for batches of these questions: (batches,
     BUCKETS). Each batch begins with the same weights, and an optimizer at rest."""
     sketch, G = Sketch(run.model), Estimator().G
+    run.optimizer.param_groups[0]["lr"] = run.config.training.learning_rate
     before = copy.deepcopy([run.model.state_dict(), run.optimizer.state_dict()])
     found: dict[str, list] = {name: [] for name in LATER}
-    main.random_stream(run.config.training.seed, 0, "later updates")
-    for start in tqdm(range(0, len(rows), BATCH // G), desc="later updates", mininterval=10):
-        answers = main.sample(run, rows[start:start + BATCH // G], G, one_step.NO_BAR)
-        main.score(answers, run.task, one_step.NO_BAR)
-        groups = [answers[i:i + G] for i in range(0, len(answers), G)]
+    seed_sampling(run, "later updates")
+    for start in tqdm(range(0, len(questions), BATCH // G), desc="later updates", mininterval=10):
+        groups = main.sample(run, questions[start:start + BATCH // G], G)
+        main.score(run, groups)
         for clip in {clip for _, clip in LATER.values()}:
             training = training_of(run.config, Estimator(keys={
                 "updates_per_batch": 4, "clip": clip, "max_grad_norm": None, "ratio": "token"}))
             own = copy.copy(run)
             own.config = run.config.model_copy(update={"training": training})
             counted = with_advantages(groups, training, as_it_is, random.Random(0))
-            for answer in answers:
-                answer.old_logprobs = None
+            for answer in (answer for group in groups for answer in group):
+                answer.old_log_probs = None
             for update in range(1, training.updates_per_batch + 1):
-                main.policy_gradient(own, counted, one_step.NO_BAR)
+                main.policy_gradient(own, counted)
                 for name, which in LATER.items():
                     if which == (update, clip):
                         found[name].append(-sketch.of([each.grad for each in sketch.parameters]))
@@ -353,7 +360,7 @@ def own_truth(pool: Pool, task, estimator: Estimator, training) -> torch.Tensor:
 def measured(config, num_questions: int, answers_each: int, rounds: int, num_batches: int,
              begun_as: str) -> dict:
     run, pools = one_step.prepare(config), {}
-    rows = questions_of(run, num_questions + num_batches * BATCH // Estimator().G)
+    questions = questions_of(run, num_questions + num_batches * BATCH // Estimator().G)
     reference = None
     if begun_as != config.model.name:  # else there is no KL yet
         model = config.model.model_copy(update={"name": begun_as})
@@ -364,18 +371,18 @@ def measured(config, num_questions: int, answers_each: int, rounds: int, num_bat
         if temperature is not None:
             sampling = config.sampling.model_copy(update={"temperature": temperature})
             own = one_step.prepare(config.model_copy(update={"sampling": sampling}))
-        pools[temperature] = pool_of(own, rows[:num_questions],
+        pools[temperature] = pool_of(own, questions[:num_questions],
                                      answers_each // (2 if temperature else 1))
-    with_kl = reference and pool_of(run, rows[:num_questions], answers_each // 4, reference)
+    with_kl = reference and pool_of(run, questions[:num_questions], answers_each // 4, reference)
     pool, task = pools[None], run.task
-    right = [[each.parts[task.SOLVED] for each in group] for group in pool.groups]
+    right = [[each.reward_parts[task.SOLVED] for each in group] for group in pool.groups]
     solved = truth_of(right, pool.sketches)
     answers = [each for group in pool.groups for each in group]
     found = {"solved": sorted(round(sum(each) / answers_each, 3) for each in right),
              "different": round(sum(len({tuple(each.completion_ids) for each in group})
                                     for group in pool.groups) / len(answers), 3),
-             "cut off": round(sum(each.truncated for each in answers) / len(answers), 3),
-             "tokens": round(sum(len(each.completion_ids) for each in answers) / len(answers), 1),
+             "cut off": round(sum(each.is_truncated for each in answers) / len(answers), 3),
+             "tokens": round(sum(each.num_tokens for each in answers) / len(answers), 1),
              "known to": {}, "estimators": {}}
     beside = None
     for name, estimator in sorted(ESTIMATORS.items(), key=lambda each: each[0] != DEFAULT):
@@ -393,7 +400,8 @@ def measured(config, num_questions: int, answers_each: int, rounds: int, num_bat
     truths = {OWN: own_truth(pool, task, Estimator(), training_of(config, Estimator())),
               SOLVED: solved}
     found["known to"] = {name: round(known_to(truth), 3) for name, truth in truths.items()}
-    for name, batches in later_updates(run, rows[num_questions:]).items() if num_batches else ():
+    later = later_updates(run, questions[num_questions:]) if num_batches else {}
+    for name, batches in later.items():
         found["estimators"][name], _ = with_intervals(batches, batches.square().sum(1), truths, 1,
                                                       beside)
     return found
@@ -531,14 +539,14 @@ def command(arguments: list[str]) -> int:
         join()
         for name, _, folder in models:
             if name not in known:
-                own, _ = ask.settings_of(Path(folder))
+                own = ask.settings_of(Path(folder))
                 keys = [*(word for path in options.config for word in ("--config", path)),
                         *own, *options.keys]
-                config = main.load_config([*keys, f"model.name={json.dumps(folder)}",
-                                           "training.shard=false"])
+                config = load_config([*keys, f"model.name={json.dumps(folder)}",
+                                      "training.shard=false"])
                 known[name] = measured(
                     config, options.questions, options.answers, options.rounds, options.batches,
-                    main.load_config(keys).model.name if own else folder)
+                    load_config(keys).model.name if own else folder)
                 kept.write(options.data, known)
             show(name, known[name])
     except UserError as error:

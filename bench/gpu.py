@@ -43,7 +43,7 @@ PARTS = {
     "A3": Part("A", "20 steps of the default with cuDNN's attention off and on; bfloat16 and "
                     "float16 in the sampler", 140),
     "A4": Part("A", "the gradient of one batch against a CPU's in float32", 40),
-    "A5": Part("A", "ten steps: kill -9 and resumption, SIGTERM", 120),
+    "A5": Part("A", "ten steps: kill -9 and resumption", 120),
     "B6": Part("B", "decoding with 3 B: 128 rows x 256 tokens", 90),
     "B9": Part("B", "other ways to sample the same", 150),
     "B8": Part("B", "3 B with larger chunks, micro-batches and batches of rows", 150),

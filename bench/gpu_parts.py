@@ -27,9 +27,8 @@ import continuous
 import harness
 from harness import (
     DEVICE,
-    NO_BAR,
     ROOT,
-    leave,
+    end_process,
     load_config,
     main,
     make_run,
@@ -40,13 +39,14 @@ from harness import (
     torch,
     transformers,
 )
-from step import plain_complete
+from step import plain_generate
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 import logger
-from machinery import checkpoints, disk, ranks
-from machinery.errors import said
+from machinery import checkpoints, disk, ranks, sampling
+from machinery.errors import SharedError, UserError, describe
+from machinery.metrics import sampler_metrics
 
 CUDA = DEVICE.type == "cuda"
 FEW_ROWS = ["data.max_rows=1000"]  # which are read in no time
@@ -98,11 +98,21 @@ def batch(N: int, G: int, L: int) -> list[str]:
 
 def sampled(run, N: int, G: int) -> list:
     """G answers to each of the first N questions, with random rewards."""
-    answers = main.sample(run, run.training_rows[:N], G, NO_BAR)
-    random_rewards(answers, run.task, NO_BAR)
-    for i in range(0, len(answers), G):
-        main.compute_advantages(answers[i:i + G], run.config.training, None)
+    groups = main.sample(run, run.training_questions[:N], G)
+    random_rewards(run, groups)
+    answers = []
+    for group in groups:
+        answers += main.compute_advantages(group, run.config.training, None)
     return answers
+
+
+def completions_of(run, generate, prompts: list[list[int]], length: int) -> list[list[int]]:
+    """What `generate`, or another function in its place, makes of prompts."""
+    config = run.config.sampling
+    settings = transformers.GenerationConfig(
+        do_sample=True, temperature=config.temperature, top_p=config.top_p, top_k=config.top_k,
+        max_new_tokens=length, eos_token_id=run.stop_ids, pad_token_id=run.stop_ids[0])
+    return generate(run.sampler, prompts, settings, len(prompts), run.log.advance)
 
 
 def timed(work, *arguments):
@@ -145,11 +155,11 @@ def meet() -> None:
     """What a rank sees of the others. Begins and ends as main.py does."""
     def look(_):
         try:
-            with ranks.errors_shared():
-                raise main.UserError("of one is of all")
-        except ranks.SharedError as error:
+            with ranks.errors_on_all_ranks():
+                raise UserError("of one is of all")
+        except SharedError as error:
             print(json.dumps({
-                "errors_shared": str(error), "sum": ranks.over_ranks([1.0, 2.0]),
+                "error": str(error), "sum": ranks.sum_over_ranks({"one": 1.0, "two": 2.0}),
                 "backend": str(torch.distributed.get_backend_config()),
                 "cudnn": torch.backends.cudnn.version(),
                 "cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled() and CUDA}))
@@ -166,7 +176,8 @@ def a1_join(small):
         assert process.returncode == 0, output
         figures, = objects(output)
         yield {name: figures}
-        assert figures["errors_shared"] == "of one is of all" and figures["sum"] == [1.0, 2.0]
+        assert figures["error"] == "of one is of all"
+        assert figures["sum"] == {"one": 1.0, "two": 2.0}
         assert ("nccl" in figures["backend"]) == CUDA and "gloo" in figures["backend"]
         assert not figures["cudnn_attention"]  # see `ranks.join`
 
@@ -247,7 +258,7 @@ def a2_attention(small):
             yield {f"T {T} cudnn": attention_error(
                 T, *sizes, sdpa_kernel(SDPBackend.CUDNN_ATTENTION)) if CUDA else None}
         except RuntimeError as error:
-            yield {f"T {T} cudnn": said(error)}
+            yield {f"T {T} cudnn": describe(error)}
     yield {"decoding cudnn": decoding(*rows, times) if CUDA else None}
 
 
@@ -257,7 +268,7 @@ def learning(cudnn: bool, num_steps: int, keys: list[str]) -> dict:
     torch.backends.cuda.enable_cudnn_sdp(cudnn)
 
     def solved():
-        return fmean(answer.parts[run.task.SOLVED] for group in main.evaluate(run)
+        return fmean(answer.reward_parts[run.task.SOLVED] for group in main.evaluate(run)
                      for answer in group)
 
     before, seen = solved(), []
@@ -273,6 +284,11 @@ def learning(cudnn: bool, num_steps: int, keys: list[str]) -> dict:
                                                 "sampler_distance")}}
 
 
+def set_half_precision(half: torch.dtype) -> None:
+    """What mixed precision computes in, and samples from, in place of bfloat16."""
+    set_everywhere("HALF_PRECISION", half)
+
+
 def a3_learning(small):
     join()
     num_steps = 2 if small else 20
@@ -283,14 +299,14 @@ def a3_learning(small):
     found = learning(False, num_steps, keys)
     yield {"cudnn off": found}
     for half in (torch.bfloat16, torch.float16):
-        set_everywhere("HALF", half)
+        set_half_precision(half)
         run = make_run(["model.precision=mixed", *keys])
-        answers = main.sample(run, main.questions(run.training_rows, 1, run.config),
-                              run.config.training.k_best_of_n[1], NO_BAR)
-        measured = main.sampler_metrics(run, answers)
+        run.step = 1
+        groups = main.sample(run, main.questions(run), run.config.training.group_size)
+        measured = sampler_metrics(run, [answer for group in groups for answer in group])
         yield {str(half): measured}
         assert measured["sampler_gap"] < 0.005 and 0 < measured["sampler_distance"] < 0.05
-    set_everywhere("HALF", torch.bfloat16)
+    set_half_precision(torch.bfloat16)
     yield {"cudnn on": learning(True, num_steps, keys) if CUDA else None}
     assert found["non_finite"] == 0 and found["sampler_gap"] < 0.005, found
     # The first step of the default is so small that in mixed precision rounding moves tokens more.
@@ -309,8 +325,8 @@ def a4_gradient(small):
         config = load_config([f"model.precision={precision}", *keys])
         model = copy.deepcopy(run.model).to(device)
         policy = torch.nn.parallel.DistributedDataParallel(main.Policy(model, config))
-        main.policy_gradient(SimpleNamespace(policy=policy, config=config, reference=None),
-                             answers, NO_BAR)
+        main.policy_gradient(
+            SimpleNamespace(policy=policy, config=config, reference=None, log=run.log), answers)
         return torch.cat([each.grad.flatten().double().cpu() for each in policy.parameters()])
 
     reference = gradient("float32", "cpu")
@@ -359,26 +375,22 @@ def a5_resuming(small):
         until(struck, "step    4 ")
         struck.kill()
         struck.wait()
-        again, stopped = start("struck"), start("stopped")
-        until(stopped, "step    2 ")
-        stopped.send_signal(signal.SIGTERM)
-        for process in (whole, again, stopped):
+        again = start("struck")
+        for process in (whole, again):
             process.said, _ = process.communicate()
-        codes = [process.returncode for process in (whole, struck, again, stopped)]
-        assert codes == [0, -signal.SIGKILL, 0, 128 + signal.SIGTERM], (codes, again.said)
+        codes = [process.returncode for process in (whole, struck, again)]
+        assert codes == [0, -signal.SIGKILL, 0], (codes, again.said)
         one, other = (metrics_of(Path(folder, name)) for name in ("whole", "struck"))
         pairs = [(a[name], b[name]) for a, b in zip(one, other) for name in a
                  if a[name] is not None and b.get(name) is not None]
         off = max(abs(a - b) / max(abs(a), abs(b), 1e-9) for a, b in pairs)
         rewards = [next(entry["reward"] for entry in each if entry["step"] == 5 and
                         "reward" in entry) for each in (one, other)]
-        saved = max(Path(folder, "stopped", "checkpoints").glob("step-*")).name
-        stopped_at = metrics_of(Path(folder, "stopped"))[-1]["step"]
-        yield {"exit_codes": codes, "going_on_from": again.said.count("going on from"),
-               "the_same": one == other, "largest_relative_difference": off,
-               "reward_of_step_5": rewards, "stopped_at": stopped_at, "saved": saved}
+        resumed = again.said.count("resuming from")
+        yield {"exit_codes": codes, "resuming_from": resumed, "the_same": one == other,
+               "largest_relative_difference": off, "reward_of_step_5": rewards}
         assert [entry["step"] for entry in one] == [entry["step"] for entry in other]
-        assert again.said.count("going on from") == 1 and saved == f"step-{stopped_at:06d}"
+        assert resumed == 1
         # On a GPU sums are in no fixed order, so after some tokens answers go other ways.
         assert abs(rewards[0] - rewards[1]) < 0.25 if CUDA else one == other
 
@@ -401,7 +413,7 @@ def b6_decoding(small):
     prompts = [answer.prompt_ids for answer in sampled(run, N, G)]
 
     def draw(length):
-        return main.complete(run.sampler, prompts, length, NO_BAR)
+        return completions_of(run, main.generate, prompts, length)
 
     peak_memory()
     completions, seconds = timed(draw, L)
@@ -410,7 +422,7 @@ def b6_decoding(small):
            **peak_memory()}
     assert [len(ids) for ids in completions] == [L] * N * G
     # A slice by itself, without reading the prompts: what two take, less what one takes.
-    length = main.TOKENS_PER_SLICE
+    length = sampling.TOKENS_PER_SLICE
     slice_seconds = timed(draw, 2 * length)[1] - timed(draw, length)[1]
     (one, busy_one), (two, busy_two) = (kernels(draw, of * length) for of in (1, 2))
     launches, busy = (two - one) / length, (busy_two - busy_one) / slice_seconds
@@ -484,7 +496,7 @@ def b8_sizes(small):
         set_everywhere("LOGITS_PER_CHUNK", chunk)
         run.config = load_config([*keys, f"training.tokens_per_micro_batch={budget}"])
         peak_memory()
-        metrics, seconds = timed(main.policy_gradient, run, answers, NO_BAR)
+        metrics, seconds = timed(main.policy_gradient, run, answers)
         norms.append(metrics["grad_norm"])
         return {"learn_seconds": seconds, **peak_memory()}
 
@@ -511,17 +523,17 @@ def b9_samplers(small):
         raise TimeoutError("it took more than a minute")
 
     signal.signal(signal.SIGALRM, give_up)
-    for name, complete in (("main.complete", main.complete), ("plain generate", plain_complete),
-                           ("continuous batching", continuous.complete)):
+    for name, generate in (("main.generate", main.generate), ("plain generate", plain_generate),
+                           ("continuous batching", continuous.generate)):
         try:
             signal.alarm(60)
-            complete(run.sampler, prompts, 16, NO_BAR)
-            completions, seconds = timed(complete, run.sampler, prompts, L, NO_BAR)
+            completions_of(run, generate, prompts, 16)
+            completions, seconds = timed(completions_of, run, generate, prompts, L)
             assert [len(ids) for ids in completions] == [L] * N * G
         except Exception as error:  # whatever a library says that may be unfit here
-            if complete is not continuous.complete:
+            if generate is not continuous.generate:
                 raise
-            yield {name: {"error": f"{type(error).__name__}: {said(error)}"}}
+            yield {name: {"error": f"{type(error).__name__}: {describe(error)}"}}
         else:
             yield {name: {"tokens_per_second": N * G * L / seconds}}
         finally:
@@ -541,7 +553,7 @@ def c10_saving(small):
         for name, tensor in tensors.items():
             if "/" in name:  # the moments, which are still 0
                 tensor.uniform_()
-        run.step, run.log.bookmark = 7, lambda: {"seconds": 0.0, "bytes": {}}
+        run.step = 7
 
         def sums():  # of all bits, exactly
             return [int(tensor.view(torch.int32).sum(dtype=torch.int64))
@@ -559,7 +571,7 @@ def c10_saving(small):
         disk.sync_to_disk = clocked("sync", disk.sync_to_disk)
         before, gb = sums(), sum(tensor.nbytes for tensor in tensors.values()) / 1e9
         with checkpoints.RunFolder(run.config) as own:
-            own.restore(run.model, run.optimizer, {})  # there is none yet
+            own.restore(run)  # there is none yet
             started = time.perf_counter()
             own.save(run)
         yield {"shape": "small" if small else shape, "gb": gb,
@@ -567,10 +579,11 @@ def c10_saving(small):
         with torch.no_grad():
             for tensor in tensors.values():
                 tensor.zero_()
+        run.step = 0
         with checkpoints.RunFolder(run.config) as own:
-            (step, _), seconds = timed(own.restore, run.model, run.optimizer, {})
+            _, seconds = timed(own.restore, run)
         yield {"restore_seconds": seconds}  # from the page cache, as it was just written
-        assert step == 7 and sums() == before and len(set(before)) > 10
+        assert run.step == 7 and sums() == before and len(set(before)) > 10
 
 
 def c11_adapters(small):
@@ -589,7 +602,7 @@ def c11_adapters(small):
     peak_memory()
     answers, seconds = timed(sampled, run, N, G)
     yield {"sampling": {"ms_a_token": seconds / L * 1e3, **peak_memory()}}
-    metrics, seconds = timed(main.policy_gradient, run, answers, NO_BAR)
+    metrics, seconds = timed(main.policy_gradient, run, answers)
     yield {"learning": {"seconds": seconds, **peak_memory()}}
 
     @torch.no_grad()
@@ -609,7 +622,7 @@ def c11_adapters(small):
 
 def short_of_memory(phase: str, *arguments) -> None:
     """main.py, which has next to no memory left from where a step comes to that phase."""
-    name = {"sample": "questions", "learn": "learned_from"}[phase]
+    name = {"sample": "questions", "learn": "batches_in_step"}[phase]
     original = getattr(main, name)
 
     def with_little_memory(*given):
@@ -674,4 +687,4 @@ if __name__ == "__main__":
     finally:  # leaves as `launch` does, for its reasons
         if code:
             traceback.print_exc()
-        leave(code)
+        end_process(code)

@@ -20,10 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import main
-from machinery.checkpoints import NONE_KEPT
-from machinery.launch import leave
+from machinery.launch import end_process
 from machinery.model import add_adapters
-from machinery.ranks import DEVICE, RANK, join, part
+from machinery.ranks import DEVICE, RANK, join, leave_group
 from machinery.settings import ROOT, load_config
 
 # As published; random weights of these shapes cost what the real ones cost.
@@ -55,35 +54,30 @@ SHAPES = {
 }
 
 
-NO_BAR = SimpleNamespace(update=lambda n: None)
-# In place of checkpoints.RunFolder: nothing to go on from.
-NO_FOLDER = SimpleNamespace(restore=lambda *_: (0, NONE_KEPT),
-                            save_best=lambda run, metrics: None)
+# In place of checkpoints.RunFolder: nothing to resume from.
+NO_FOLDER = SimpleNamespace(restore=lambda run: None)
 # `training_step` would evaluate at these, which is not what is measured.
 NEVER_EVALUATE = ["validation.every=1000000000", "training.max_steps=1000000000"]
 
 
 class SilentLog:
-    """In place of logger.Logger: shows and writes nothing, and keeps the metrics of the last step
-    and of the last evaluation."""
+    """In place of logger.Logger: shows and writes nothing, and keeps the metrics of the last
+    step."""
 
     def __init__(self):
-        self.seconds, self.evaluated = {}, {}
+        self.seconds = {}
 
     @contextlib.contextmanager
     def phase(self, name, total=0):
         started = time.perf_counter()
-        yield NO_BAR
+        yield
         self.seconds[name] = time.perf_counter() - started
 
-    def say(self, text):
+    def advance(self, count):
         pass
 
     def step(self, step, metrics):
         self.metrics = metrics
-
-    def evaluation(self, step, metrics, groups):
-        self.evaluated = metrics
 
 
 def model_of_shape(shape: str):
@@ -106,13 +100,13 @@ def model_of_shape(shape: str):
     return load_model
 
 
-def random_rewards(answers, task, bar):
+def random_rewards(run, groups):
     """For main.score: every group has signal, so every row is learned from."""
     stream = random.Random(0)
-    for answer in answers:
-        answer.parts = dict.fromkeys(task.REWARD_WEIGHTS, 0.0)
-        answer.reward = stream.random()
-        bar.update(1)
+    for group in groups:
+        for answer in group:
+            answer.reward_parts = dict.fromkeys(run.task.REWARD_WEIGHTS, 0.0)
+            answer.reward = stream.random()
 
 
 def make_run(arguments: list[str], shape: str | None = None) -> main.Run:
@@ -127,7 +121,7 @@ def make_run(arguments: list[str], shape: str | None = None) -> main.Run:
 
 def never_stop(run: main.Run) -> None:
     """All answers run to the limit."""
-    run.sampler.generation_config.eos_token_id = [10**9]  # no such token
+    run.stop_ids = [10**9]  # no such token
 
 
 def synchronise() -> None:
@@ -148,8 +142,8 @@ def say(text: str) -> None:
 def finish(result: dict) -> None:
     """The last line is one JSON object. The process ends as main.py does."""
     say(json.dumps(result))
-    part()
-    leave(0)
+    leave_group()
+    end_process(0)
 
 
 # ---------------------------------------------- what the machine can do, and what a step asks of it

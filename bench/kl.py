@@ -16,6 +16,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import main
+from machinery.batches import store_in_answers
 
 VOCABULARY, STOP = 6, 0
 PROMPT = [3, 1, 4]
@@ -50,7 +51,8 @@ def all_answers(L: int) -> list[main.Trajectory]:
     ids = [[*start, STOP] for length in range(L)
            for start in itertools.product(others, repeat=length)]
     ids += itertools.product(others, repeat=L)
-    return [main.Trajectory({}, PROMPT, list(each), "", False) for each in ids]
+    question = main.Question({}, PROMPT)
+    return [main.Trajectory(question, list(each), "", False) for each in ids]
 
 
 def gradient_of(value: torch.Tensor, model) -> torch.Tensor:
@@ -65,7 +67,7 @@ def measured(L: int, distance: float) -> dict[str, float]:
     logprobs, _ = main.Policy(model, config)(answers)  # (tokens,), as below
     with torch.no_grad():
         reference, _ = main.Policy(moved(model, distance), config)(answers)
-    main.hand_to_answers(answers, reference_logprobs=reference)
+    store_in_answers(answers, reference_log_probs=reference)
     log_p = torch.stack([own.sum() for own in logprobs.split(lengths)])  # (answers,), as below
     log_p_ref = torch.stack([own.sum() for own in reference.split(lengths)])
     p = log_p.exp()

@@ -44,7 +44,8 @@ from harness import (
 
 from machinery.disk import beside_main
 from machinery.model import add_adapters
-from machinery.policy import ANSWERS_PER_PASS, LOGITS_PER_CHUNK, ROOM
+from machinery.policy import ANSWERS_PER_PASS, LOGITS_PER_CHUNK
+from machinery.prompts import CACHE_ROOM
 from machinery.settings import load_config
 
 WIDTH = {"float32": 4, "mixed": 4, "bfloat16": 2}  # bytes of a weight that learns
@@ -80,7 +81,6 @@ def small_model(config, model_config, layers: int):
         add_adapters(model, config)
     if config.model.gradient_checkpointing:
         model.activation_checkpointing_enable()
-    model.is_sharded = config.training.shard
     return model.train()
 
 
@@ -89,16 +89,17 @@ def kept_and_more(config, model_config, prompt: int, layers: int, rows: int) -> 
     needs besides at its peak."""
     prompt_ids, *answers = ([random.randrange(64) for _ in range(length)]
                             for length in [prompt] + [config.training.max_new_gen_tokens] * rows)
-    batch = [main.Trajectory({}, prompt_ids, answer, "", True) for answer in answers]
+    question = main.Question({}, prompt_ids)
+    batch = [main.Trajectory(question, answer, "", True) for answer in answers]
     with Shapes() as live:
         model = small_model(config, model_config, layers)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)  # as in DDP's buckets
         before = live.now
-        logprobs, _ = main.Policy(model, config)(batch)
+        log_probs, _ = main.Policy(model, config, one_pass=config.training.shard)(batch)
         kept, live.peak = live.now - before, live.now
-        logprobs.sum().backward()
+        log_probs.sum().backward()
         more = live.peak - before - kept
     if config.model.precision == "mixed" and not config.model.gradient_checkpointing:
         kept -= 2 * learning_weights(model)  # in bfloat16, which `learning_parts` counts
@@ -192,7 +193,7 @@ def sampling_parts(config, model_config, prompt: int, rows: int) -> dict[str, fl
     head_width = (getattr(model_config, "head_dim", None)
                   or model_config.hidden_size // model_config.num_attention_heads)
     layer = (2 * model_config.num_key_value_heads * head_width * compute * at_once
-             * (prompt + config.training.max_new_gen_tokens + ROOM))
+             * (prompt + config.training.max_new_gen_tokens + CACHE_ROOM))
     return {"keys and values": layer * model_config.num_hidden_layers,
             "a layer's, while rows leave": 0.75 * layer,  # its keys are done when its values come
             "logits": at_once * model_config.vocab_size * (compute + 3 * 4)}

@@ -16,6 +16,7 @@ import statistics
 import sys
 from pathlib import Path
 
+import torch
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,7 +27,7 @@ import one_step
 
 import main
 from machinery.errors import UserError
-from machinery.ranks import join
+from machinery.ranks import join, random_stream
 
 TO_SORT = 64  # answers that say how hard a question is
 # {what the picture calls it: (from, below) which share solved by the first model}
@@ -38,20 +39,23 @@ DRAWN_ANEW = 1000
 
 def right_of(folder: Path, num_questions: int, num_answers: int, keys: list[str]) -> dict:
     """For each question how many answers are right: of TO_SORT, and of `num_answers`."""
-    config = main.load_config([*ask.settings_of(folder)[0], *keys,
+    config = main.load_config([*ask.settings_of(folder), *keys,
                                f"model.name={json.dumps(str(folder))}"])
     run = one_step.prepare(config)
-    if num_questions > len(run.validation_rows):
-        raise UserError(f"{num_questions} questions are asked for, and {len(run.validation_rows)} "
-                        "are held out: see --questions and data.num_validation")
+    num_held_out = len(run.validation_questions)
+    if num_questions > num_held_out:
+        raise UserError(f"{num_questions} questions are asked for, and {num_held_out} are held "
+                        "out: see --questions and data.num_validation")
     found = {}
     for name, n in (("to sort", TO_SORT), ("right", num_answers)):
-        main.random_stream(config.training.seed, 0, f"pass at k: {name}")  # seeds torch, too
+        stream = random_stream(config.training.seed, 0, f"pass at k: {name}")
+        torch.manual_seed(stream.getrandbits(63))
         found[name] = []
-        for row in run.validation_rows[:num_questions]:
-            answers = main.sample(run, [row], n, one_step.NO_BAR)
-            main.score(answers, run.task, one_step.NO_BAR)
-            found[name].append(sum(each.parts[run.task.SOLVED] >= 1 for each in answers))
+        for question in run.validation_questions[:num_questions]:
+            groups = main.sample(run, [question], n)
+            main.score(run, groups)
+            found[name].append(
+                sum(each.reward_parts[run.task.SOLVED] >= 1 for each in groups[0]))
     return found
 
 

@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 
 import pyarrow.parquet
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
@@ -26,7 +27,7 @@ import one_step
 from kept import run_missing
 
 import main
-from machinery.ranks import join
+from machinery.ranks import join, random_stream
 
 N, G = 16, 8
 TERSE = "```python\n# terse.py\n"
@@ -36,17 +37,17 @@ def make_hard_questions(path: Path, tried: int) -> None:
     """Those among the first so many that the model before training never solves in G answers."""
     join()
     run = one_step.prepare(main.load_config([f"data.max_rows={tried}"]))
-    rows, hard = run.training_rows, []
-    main.random_stream(0, 0, "hard")
-    for start in range(0, len(rows), 64):
-        answers = main.sample(run, rows[start:start + 64], G, one_step.NO_BAR)
-        main.score(answers, run.task, one_step.NO_BAR)
-        hard += [answers[i].row for i in range(0, len(answers), G)
-                 if not any(answer.parts["answer"] for answer in answers[i:i + G])]
+    questions, hard = run.training_questions, []
+    torch.manual_seed(random_stream(0, 0, "hard").getrandbits(63))
+    for start in range(0, len(questions), 64):
+        groups = main.sample(run, questions[start:start + 64], G)
+        main.score(run, groups)
+        hard += [group[0].question.row for group in groups
+                 if not any(answer.reward_parts["answer"] for answer in group)]
     table = pyarrow.Table.from_pylist(
         [{"nums": row["nums"], "target": row["target"]} for row in hard])
     pyarrow.parquet.write_table(table, path)
-    print(f"{len(hard)} of {len(rows)} questions are never solved in {G} answers", flush=True)
+    print(f"{len(hard)} of {len(questions)} questions are never solved in {G} answers", flush=True)
 
 
 def curve_of(keys: list[str], options: argparse.Namespace) -> list[dict]:

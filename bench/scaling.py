@@ -17,6 +17,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from harness import dist, finish, main, make_run, median, never_stop, random_rewards, say, torch
 from step import measure
 
+from machinery import sampling
+
 GROUPS, LENGTHS = (4, 8, 16, 32), (64, 128, 256)
 HERE = Path(__file__).resolve().parent
 
@@ -67,11 +69,11 @@ class ForcedLengths:
 
     def __init__(self, length_of, stop: int):
         self.length_of, self.stop, self.prompt_time = length_of, stop, 0
-        self.read_prompts = main.read_prompts
+        self.prefill = sampling.prefill_for_generate
 
     def watch_prompts(self, sampler, prompts):
-        """In place of main.read_prompts."""
-        ids, mask, cache = self.read_prompts(sampler, prompts)
+        """In place of sampling.prefill_for_generate."""
+        ids, mask, cache = self.prefill(sampler, prompts)
         self.prompt_time = ids.shape[1]
         return ids, mask, cache
 
@@ -100,7 +102,7 @@ def mixed_lengths(pairs: int = 5) -> dict[str, float]:
     generate, per_token = run.sampler.generate, {"equal": [], "mixed": []}
     for _ in range(pairs):
         for name, processor in forced.items():
-            main.read_prompts = processor.watch_prompts
+            sampling.prefill_for_generate = processor.watch_prompts
             run.sampler.generate = partial(generate, logits_processor=[processor])
             result = measure(run, steps=1, warm_up=0)
             tokens = result["tokens_per_second"] * result["step"]

@@ -90,12 +90,9 @@ class WatchedLog(SilentLog):
 
         @contextlib.contextmanager
         def both():
-            with outer, inner as bar:
-                yield bar
+            with outer, inner:
+                yield
         return both()
-
-    def bookmark(self):
-        return {"seconds": 0, "bytes": {}}
 
 
 def keep_model(folder: Path, shape: str) -> None:
@@ -113,14 +110,14 @@ def memory(folder: Path, shape: str, arguments: list[str]) -> dict:
     keep_model(folder, shape)
     watch = Watch()
     config = load_config([*arguments, *NEVER_EVALUATE, f"model.name={folder / 'model'}",
-                          f"run.dir={folder}", "checkpoint.keep=1"])
+                          f"run.dir={folder}"])
     main.score = random_rewards
     with main.RunFolder(config) as runs:
         restore = runs.restore
 
-        def restore_watched(*arguments):
+        def restore_watched(run):
             with watch.during("restore" if runs.checkpoint else "nothing to restore"):
-                return restore(*arguments)
+                restore(run)
         runs.restore = restore_watched
         with watch.during("load"):
             run = main.prepare(config, runs, WatchedLog(watch))

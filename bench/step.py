@@ -38,15 +38,24 @@ from harness import (
 )
 from torch.nn.utils.rnn import pad_sequence
 
-from machinery.policy import ANSWERS_PER_PASS, pad_prompts, positions
+from machinery.policy import ANSWERS_PER_PASS
+from machinery.prompts import pad_prompts, position_ids
 from machinery.ranks import WORLD_SIZE
 
 
-def plain_complete(sampler, prompts, L, bar):
-    """In place of main.complete: every row reads its own prompt, and none leaves before the last
+def plain_generate(sampler, prompts, settings, max_rows, on_ended):
+    """In place of main.generate: every row reads its own prompt, and none leaves before the last
     has ended."""
-    longest, settings = max(map(len, prompts)), sampler.generation_config
-    settings.max_new_tokens = L
+    sampler.eval()
+    completions = []
+    for start in range(0, len(prompts), max_rows):
+        completions += plain_generate_rows(sampler, prompts[start:start + max_rows], settings)
+        on_ended(len(completions) - start)
+    return completions
+
+
+def plain_generate_rows(sampler, prompts, settings):
+    longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts],
                        device=sampler.device)
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts],
@@ -73,9 +82,9 @@ def plain_forward(self, answers):
                                         for each in completions], batch_first=True)
         ids = torch.cat([prompt_ids[rows], completion_ids], 1)
         mask = torch.cat([prompt_mask[rows], completion_mask], 1)
-        with torch.autocast(ids.device.type, torch.bfloat16, enabled=self.mixed):
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=self.use_autocast):
             logits = self.model(input_ids=ids, attention_mask=mask,
-                                position_ids=positions(mask), use_cache=False).logits
+                                position_ids=position_ids(mask), use_cache=False).logits
         every = (logits[:, -completion_ids.shape[1] - 1:-1].float()
                  / self.temperature).log_softmax(-1)
         logprobs.append(every.gather(-1, completion_ids[..., None])[..., 0][completion_mask])
@@ -133,7 +142,8 @@ def measure(run, steps: int, warm_up: int = 1) -> dict:
         phases["step"].append(time.perf_counter() - started)
         for phase in ("sample", "score", "learn"):
             phases[phase].append(run.log.metrics[f"seconds/{phase}"])
-        read, done = sampling_floors(run.sampler, seen["sample"], run.config.sampling.max_rows)
+        sampled = [answer for group in seen["sample"] for answer in group]
+        read, done = sampling_floors(run.sampler, sampled, run.config.sampling.max_rows)
         floors["sample"].append(max(read / bandwidth, done / flops))
         floors["learn"].append(learning_flops(run.model, seen["learn"]) / flops)
     for name, original in originals.items():
@@ -142,7 +152,7 @@ def measure(run, steps: int, warm_up: int = 1) -> dict:
     result |= {f"{phase}_share_of_ceiling": median(
                    floor / spent for floor, spent in zip(floors[phase], phases[phase]))
                for phase in floors}
-    tokens = sum(len(trajectory.completion_ids) for trajectory in seen["sample"])
+    tokens = sum(len(trajectory.completion_ids) for trajectory in sampled)
     if DEVICE.type == "cuda":
         result["alloc_retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
     return {**result, "reduce": seconds_to_reduce(run),
@@ -164,9 +174,9 @@ if __name__ == "__main__":
                         help="section.key=value, or --config files, as for main.py")
     options, more = parser.parse_known_intermixed_args()
     if options.plain:
-        main.complete, main.Policy.forward = plain_complete, plain_forward
+        main.generate, main.Policy.forward = plain_generate, plain_forward
     if options.continuous:
-        main.complete = continuous.complete
+        main.generate = continuous.generate
     run = make_run([*more, *options.keys], options.shape)
     if options.endless:
         never_stop(run)

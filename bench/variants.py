@@ -18,13 +18,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import main
+from machinery.batches import measure_in_batches, store_in_answers
 from machinery.checkpoints import RunFolder
-from machinery.metrics import logprobs_now
 from machinery.model import frozen_copy
-from machinery.policy import hand_to_answers
 
 plain = {name: getattr(main, name) for name in (
-    "compute_advantages", "evaluate", "learn", "make_sampler", "policy_loss")}
+    "compute_advantages", "evaluate", "learn", "make_sampler", "policy_loss",
+    "UpdateStatistics")}
 
 
 def sgd() -> None:
@@ -66,10 +66,9 @@ def draw_from(convert: Callable = as_it_is, behind: int = 0, weighted: bool = Fa
         past.append([each.detach().clone() for each in model.parameters()])
         fill(sampler, past[0], convert)
 
-    def make_sampler(model, tokenizer, config):
+    def make_sampler(model, config):
         sampler = frozen_copy(model, lambda each: each.dtype)
-        sampler.generation_config = plain["make_sampler"](
-            model, tokenizer, config).generation_config
+        sampler.generation_config = plain["make_sampler"](model, config).generation_config
         refresh_sampler(sampler, model)
         return sampler
 
@@ -79,19 +78,25 @@ def draw_from(convert: Callable = as_it_is, behind: int = 0, weighted: bool = Fa
         fill(run.sampler, past[0], convert)
         return groups
 
-    def learn(run, answers, bar):
+    def learn(run, answers):
         drawn_with = main.Policy(run.sampler, run.config)
-        for batch, logprobs, _ in logprobs_now(run, answers, drawn_with):
-            hand_to_answers(batch, old_logprobs=logprobs)
-        return plain["learn"](run, answers, bar)
+        for batch, log_probs, _ in measure_in_batches(drawn_with, answers, run.config.training):
+            store_in_answers(batch, old_log_probs=log_probs)
+        return plain["learn"](run, answers)
 
-    def policy_loss(logprobs, batch, B, T, training):
-        with_rho = training.model_copy(update={"updates_per_batch": 2})
-        return plain["policy_loss"](logprobs, batch, B, T, with_rho)
+    def with_ratio(training):
+        return training.model_copy(update={"updates_per_batch": 2})
+
+    def policy_loss(token_log_probs, batch, num_answers, num_tokens, training):
+        return plain["policy_loss"](
+            token_log_probs, batch, num_answers, num_tokens, with_ratio(training))
+
+    def statistics(training):
+        return plain["UpdateStatistics"](with_ratio(training))
 
     main.make_sampler, main.refresh_sampler, main.evaluate = make_sampler, refresh_sampler, evaluate
     if weighted:
-        main.learn, main.policy_loss = learn, policy_loss
+        main.learn, main.policy_loss, main.UpdateStatistics = learn, policy_loss, statistics
 
 
 VARIANTS: dict[str, Callable[[], None]] = {

@@ -22,6 +22,7 @@ import trl
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import main
+from machinery.batches import store_in_answers
 
 L, ANSWERS, TEMPERATURE, BETA = 24, 16, 0.7, 0.5
 NORMALISERS = {"dr_grpo": "max_length", "dapo": "tokens", "grpo": "sequence"}
@@ -58,7 +59,7 @@ def made_up_answers(tokenizer) -> list[main.Trajectory]:
     for i in range(ANSWERS):
         prompt, completion = ([stream.randrange(3, len(tokenizer)) for _ in range(length)]
                               for length in (stream.randint(2, 12), stream.randint(1, L)))
-        answers.append(main.Trajectory({}, prompt, completion, "", False,
+        answers.append(main.Trajectory(main.Question({}, prompt), completion, "", False,
                                        advantage=stream.uniform(-1, 1)))
     return answers
 
@@ -94,12 +95,12 @@ def command() -> None:
     model.double().train()
     answers = made_up_answers(tokenizer)
     torch.manual_seed(0)
-    for name, spread in (("old_logprobs", 0.03), ("reference_logprobs", 0.1)):
+    for name, spread in (("old_log_probs", 0.03), ("reference_log_probs", 0.1)):
         other = copy.deepcopy(model)
         with torch.no_grad():
             for parameter in other.parameters():
                 parameter.add_(spread * parameter.std() * torch.randn_like(parameter))
-            main.hand_to_answers(answers, **{name: main.Policy(other, config)(answers)[0]})
+            store_in_answers(answers, **{name: main.Policy(other, config)(answers)[0]})
     T = sum(len(answer.completion_ids) for answer in answers)
     trainer = trl_trainer(str(ROOT / "tiny" / "model"))
     inputs = {
@@ -108,18 +109,18 @@ def command() -> None:
         "completion_ids": padded([answer.completion_ids for answer in answers], 0),
         "completion_mask": padded([[1] * len(answer.completion_ids) for answer in answers], 0),
         "advantages": torch.tensor([answer.advantage for answer in answers], dtype=torch.float64),
-        "ref_per_token_logps": padded([answer.reference_logprobs.tolist() for answer in answers],
+        "ref_per_token_logps": padded([answer.reference_log_probs.tolist() for answer in answers],
                                       0.0).double(),
         "num_items_in_batch": torch.tensor(T)}
-    old = padded([answer.old_logprobs.tolist() for answer in answers], 0.0).double()
+    old = padded([answer.old_log_probs.tolist() for answer in answers], 0.0).double()
 
     print("| batch | gradient | loss |\n| --- | --- | --- |")
     worst = 0.0
     for name, here, there, same_value in cases():
         training = config.training.model_copy(update=here)
         model.zero_grad()
-        logprobs, _ = main.Policy(model, config)(answers)
-        loss, _ = main.policy_loss(logprobs, answers, len(answers), T, training)
+        log_probs, _ = main.Policy(model, config)(answers)
+        loss, _ = main.policy_loss(log_probs, answers, len(answers), T, training)
         loss.backward()
         theirs = {"loss_type": "grpo", "beta": 0.0, "importance_sampling_level": "token",
                   "epsilon_low": LOW, "epsilon_high": HIGH, **there}

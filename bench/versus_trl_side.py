@@ -14,12 +14,14 @@ import sys
 import time
 from types import SimpleNamespace
 
-from harness import NO_FOLDER, SilentLog, leave, main, make_run, say, synchronise, torch
+from harness import SilentLog, end_process, main, make_run, synchronise, torch
 
-from machinery.checkpoints import NONE_KEPT, state_tensors
+from machinery.checkpoints import state_tensors
 from machinery.disk import beside_main
-from machinery.errors import UserError, said
-from machinery.ranks import RANK, WORLD_SIZE, leaving, part
+from machinery.errors import UserError, describe
+from machinery.evaluation import evaluation_metrics
+from machinery.ranks import RANK, WORLD_SIZE, leave_group, shuffled_order
+from machinery.schedule import learning_rate_at
 from machinery.settings import load_config
 from machinery.tasks import load_questions, load_task
 
@@ -28,8 +30,8 @@ side, pace, passes, *arguments = sys.argv[1:]
 
 def ask() -> None:
     if not sys.stdin.readline():
-        part()
-        leave(0)
+        leave_group()
+        end_process(0)
 
 
 def answer(seconds: float, **more) -> None:
@@ -57,7 +59,7 @@ def ours(config) -> SimpleNamespace:
     def cost():
         metrics = run.log.metrics
         return {"tokens": metrics["completion_length"] * config.training.num_samples_per_step
-                * WORLD_SIZE * config.training.k_best_of_n[1],
+                * WORLD_SIZE * config.training.group_size,
                 "sample": metrics["seconds/sample"], "learn": metrics["seconds/learn"]}
 
     def train(begin, end):
@@ -65,7 +67,7 @@ def ours(config) -> SimpleNamespace:
             begin(step)
             main.training_step(run)
             told(seen, run.log.metrics["learning_rate"],
-                 [row["prompt"] for row in main.questions(run.training_rows, step, config)])
+                 [question.row["prompt"] for question in main.questions(run)])
             end(step)
 
     return SimpleNamespace(restore=restore, cost=cost, train=train, seen=seen, as_run=lambda: run)
@@ -83,11 +85,13 @@ def trl(config) -> SimpleNamespace:
         raise UserError("TRL's side is set up for Dr. GRPO: plain prompts, one update per batch, "
                         "no KL term, nothing masked, all weights learning; leave those keys alone")
     task, seen = load_task(config), hashlib.sha256()
-    training_rows, validation_rows = load_questions(task, None, config, say)
-    G, N = training.k_best_of_n[1], training.num_samples_per_step * WORLD_SIZE
+    tokenizer = transformers.AutoTokenizer.from_pretrained(beside_main(config.model.name))
+    training_questions, validation_questions = load_questions(task, tokenizer, config)
+    training_rows = training_questions.rows
+    G, N = training.group_size, training.num_samples_per_step * WORLD_SIZE
     # as main.questions takes them
     places = [divmod(position, len(training_rows)) for position in range(training.max_steps * N)]
-    rows = [training_rows[main.epoch_order(len(training_rows), training.seed, epoch)[offset]]
+    rows = [training_rows[shuffled_order(len(training_rows), training.seed, epoch)[offset]]
             for epoch, offset in places]
 
     def reward(prompts, completions, completion_ids, row, **_):
@@ -140,7 +144,7 @@ def trl(config) -> SimpleNamespace:
             def on_step_begin(self, _, state, *__, optimizer, **___):
                 begin(state.global_step + 1)
                 for group in optimizer.param_groups:  # as main.training_step does
-                    group["lr"] = main.scheduled_learning_rate(state.global_step + 1, training)
+                    group["lr"] = learning_rate_at(state.global_step + 1, training)
 
             def on_optimizer_step(self, *_, optimizer, **__):  # the rate of this step is still set
                 told(seen, optimizer.param_groups[0]["lr"], asked)
@@ -153,14 +157,15 @@ def trl(config) -> SimpleNamespace:
 
     @torch.no_grad()
     def as_run():
-        """What main.evaluation_step works with, on a copy of TRL's weights."""
+        """What main.evaluate works with, on a copy of TRL's weights."""
         nonlocal run
         if run is None:
-            model, tokenizer = main.load_model(config)
+            model, _ = main.load_model(config)
             run = SimpleNamespace(
-                config=config, folder=NO_FOLDER, log=SilentLog(), task=task, tokenizer=tokenizer,
-                validation_rows=validation_rows, model=model, best=NONE_KEPT,
-                sampler=main.make_sampler(model, tokenizer, config))
+                config=config, log=SilentLog(), task=task, tokenizer=tokenizer,
+                stop_ids=main.find_stop_ids(model, tokenizer), model=model,
+                validation_questions=validation_questions,
+                sampler=main.make_sampler(model, config))
         for copied, parameter in zip(run.model.parameters(), trainer.model.parameters()):
             copied.copy_(parameter)
         main.refresh_sampler(run.sampler, run.model)
@@ -197,8 +202,8 @@ def time_training(trainer, config) -> None:
         run = trainer.as_run()
         run.step = step
         with torch.random.fork_rng():  # TRL keeps the state of one stream, which goes on after it
-            main.evaluation_step(run)
-        metrics = run.log.evaluated
+            groups = main.evaluate(run)
+        metrics = evaluation_metrics(groups, run.task) if groups else {}
         answer(seconds, step=step, left=last - step, solved=metrics.get("eval/solved"),
                low=metrics.get("eval/solved_low"), seen=trainer.seen.hexdigest())
 
@@ -235,6 +240,5 @@ try:
         time_training(trainer, config)
 except UserError as error:
     if RANK == 0:
-        print(json.dumps({"error": said(error)}), flush=True)
-leaving.set()
-leave(0)
+        print(json.dumps({"error": describe(error)}), flush=True)
+end_process(0)

@@ -28,7 +28,7 @@ options = parser.parse_args()
 
 
 def update() -> None:
-    from harness import NO_BAR, leave, main, make_run, random, torch
+    from harness import end_process, main, make_run, random, torch
 
     rows_at_once = {"pairs": 2, "frugal": 1}.get(options.side, options.rows)
     run = make_run(
@@ -43,14 +43,15 @@ def update() -> None:
     def row():
         prompt_ids, completion_ids = ([stream.randrange(vocabulary) for _ in range(length)]
                                       for length in (16, options.tokens))
-        return main.Trajectory({}, prompt_ids, completion_ids, "", True,
+        question = main.Question({}, prompt_ids)
+        return main.Trajectory(question, completion_ids, "", True,
                                advantage=stream.uniform(-1, 1))
 
     trajectories = [row() for _ in range(options.rows)]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.perf_counter()
     if options.side != "full":
-        main.policy_gradient(run, trajectories, NO_BAR)
+        main.policy_gradient(run, trajectories)
     else:
         ids = torch.tensor([t.prompt_ids + t.completion_ids for t in trajectories])
         logprobs = run.model(input_ids=ids).logits.float().log_softmax(-1)[:, 15:-1].gather(
@@ -62,7 +63,7 @@ def update() -> None:
     torch.save([parameter.grad for parameter in run.model.parameters()], options.gradient)
     print(json.dumps({"peak_gb": peak * 1024 / 1e9, "before_gb": before * 1024 / 1e9,
                       "seconds": seconds}), flush=True)
-    leave(0)
+    end_process(0)
 
 
 def compare() -> None:
