@@ -14,20 +14,18 @@
 #SBATCH --time=24:00:00
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --signal=B:TERM@600
+#SBATCH --signal=B:TERM@60
 set -u
 cd "$SLURM_SUBMIT_DIR"
 export PATH="$PWD/.venv/bin:$PATH"
 # or a machine that has failed could not join again by itself
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=570  # seconds that a step and its save may take; else 30
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"  # srun takes them from nowhere else
 port=$((10000 + SLURM_JOB_ID % 20000))  # another for each job, as two may share a machine
 first_machine=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
-# SIGTERM comes with a preemption, and 600 seconds before the time is up. The trainer ends its step
-# and saves it, if there is time for that (a preempted job has what the site grants it); started
-# again, it goes on from there, or else from its last periodic checkpoint.
+# SIGTERM comes with a preemption, and 60 seconds before the time is up. It ends the trainer, and
+# the job is put back into the queue. Started again, the trainer resumes from its newest checkpoint.
 requeue() {
     scancel --signal=TERM "$SLURM_JOB_ID"  # to torchrun; srun itself would kill it outright
     wait "$trainer"
