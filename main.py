@@ -341,7 +341,7 @@ def policy_gradient(run: Run, answers: list[Trajectory]) -> dict[str, float]:
     num_own_tokens = sum(answer.num_tokens for answer in answers)
     totals = sum_over_ranks({"learned": len(learned), "tokens": num_own_tokens})
     if totals["learned"] == 0:
-        return NOTHING_LEARNED
+        return dict(NOTHING_LEARNED)
 
     # Both numbers also count answers without a gradient. All ranks have equally many answers.
     num_answers = len(answers) * WORLD_SIZE

@@ -18,9 +18,12 @@ def on_ctrl_c(describe_saved: Callable[[], str]) -> None:
     """From now on Ctrl-C prints one line and ends the process with 130. There is nothing to tidy
     up, because a run resumes from its newest checkpoint."""
 
+    own_process = os.getpid()
+
     def end(number: int, frame: object) -> None:
-        # Not `print`, which this may have interrupted.
-        os.write(2, f"\nstopped by Ctrl-C; {describe_saved()}\n".encode())
+        if os.getpid() == own_process:  # and not one that a reward has forked
+            # Not `print`, which this may have interrupted.
+            os.write(2, f"\nstopped by Ctrl-C; {describe_saved()}\n".encode())
         os._exit(130)
 
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -30,7 +33,7 @@ def on_ctrl_c(describe_saved: Callable[[], str]) -> None:
 
 
 if IS_A_COMMAND:
-    on_ctrl_c(lambda: "nothing is saved yet")
+    on_ctrl_c(lambda: "this start has saved nothing")
     if IS_FIRST_RANK:
         print("importing PyTorch and transformers, 5 to 20 seconds ...", flush=True)
 # Before transformers and datasets are imported, which read HF_HUB_OFFLINE and the like only then.

@@ -20,7 +20,7 @@ from machinery.advice import OUT_OF_RANGE
 from machinery.batches import DUMMY_ANSWER
 from machinery.errors import UserError, as_user_error
 from machinery.experiment import compare_settings
-from machinery.ranks import LOCAL_RANK, RANK, WORLD_SIZE, errors_on_all_ranks
+from machinery.ranks import LOCAL_RANK, RANK, WORLD_SIZE, errors_on_all_ranks, max_over_ranks
 from machinery.settings import Config, default_run_name, flatten
 from machinery.sharding import fill, gathered
 
@@ -104,8 +104,12 @@ class RunFolder:
 
     def read(self, name: str) -> list[dict]:
         """Returns the records that `append` has written to a file."""
-        lines = (self.path / name).read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines]
+        records = []
+        text = (self.path / name).read_text(encoding="utf-8", errors="replace")
+        for line in text.splitlines():
+            with suppress(ValueError):  # Someone has damaged this line.
+                records.append(json.loads(line))
+        return records
 
     # ------------------------------------------------------------ resuming
 
@@ -152,9 +156,12 @@ class RunFolder:
             self.load_tensors(run, self.checkpoint)
             run.step = self.checkpoint.state["step"]
             run.last_evaluation = self.checkpoint.state["last_evaluation"]
+        num_damaged = 0
         with errors_on_all_ranks(), self.writing():
             if RANK == 0:
-                self.restore_files(run)
+                num_damaged = self.restore_files(run)
+        if max_over_ranks({"damaged": num_damaged})["damaged"] > 0:
+            run.last_evaluation = None  # A run that has finished is evaluated once more.
 
     def load_tensors(self, run: Any, checkpoint: disk.Checkpoint) -> None:
         """One rank reads the tensors and gives them to the others. Collective."""
@@ -166,8 +173,9 @@ class RunFolder:
                 values = files[name].get_tensor(name) if is_reader else None
                 fill(tensor, checkpoint.rank, values)
 
-    def restore_files(self, run: Any) -> None:
-        """Cuts off what was written after the checkpoint, or everything if there is none."""
+    def restore_files(self, run: Any) -> int:
+        """Cuts off what was written after the checkpoint, or everything if there is none. Returns
+        how many files have lost a part of what was written before."""
         sizes = dict.fromkeys(GROWING_FILES, 0)
         if self.checkpoint is not None:
             sizes = self.checkpoint.state["bytes"]
@@ -178,12 +186,17 @@ class RunFolder:
                 for name in GROWING_FILES:
                     if (origin / name).exists():
                         shutil.copyfile(origin / name, self.path / name)
+        num_damaged = 0
         for name in GROWING_FILES:
-            with open(self.path / name, "ab") as file:
-                if file.tell() < sizes[name]:
+            with open(self.path / name, "ab+") as file:
+                size = sizes[name]
+                if file.tell() < size:
                     self.notes.append(f"warning: {file.name} has lost a part")
-                else:
-                    file.truncate(sizes[name])
+                    num_damaged += 1
+                    file.seek(0)
+                    size = file.read().rfind(b"\n") + 1  # whole lines
+                file.truncate(size)
+        return num_damaged
 
     def restore_best(self, run: Any, checkpoint: disk.Checkpoint) -> None:
         """Sets how good the model in best/ is."""

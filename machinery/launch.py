@@ -20,7 +20,7 @@ def launch(main: Callable[[list[str]], None], arguments: list[str] | None = None
     mistake, with 130 after Ctrl-C, and otherwise with 1."""
     # A token that the terminal's alphabet lacks must not end a run.
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
-    faulthandler.enable()  # It says where, when C code ends the process.
+    faulthandler.enable(2)  # It says where, when C code ends the process.
     try:
         join()
         main(sys.argv[1:] if arguments is None else arguments)
@@ -43,6 +43,9 @@ def tell_mistake(error: UserError) -> int:
             print(line, file=sys.stderr, flush=True)
         leave_group()
     else:
+        if RANK != 0:
+            # Rank 0 may have the same error and say it. Then torchrun ends this rank.
+            time.sleep(SECONDS_FOR_THE_CAUSE)
         print(line, file=sys.stderr, flush=True)
     return 2
 

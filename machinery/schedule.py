@@ -22,7 +22,10 @@ def learning_rate_at(step: int, training: TrainingSettings) -> float:
 
 def count_skipped(num_skipped: int, update: dict[str, float], step: int) -> int:
     """Returns how many steps in a row were skipped because the gradient was not finite. Too many
-    end the run, because it would go on without learning anything."""
+    end the run, because it would go on without learning anything. A step in which there was nothing
+    to learn does not count."""
+    if not update["learned"]:
+        return num_skipped
     if not update["non_finite"]:
         return 0
     num_skipped += 1
