@@ -1,6 +1,7 @@
 """What the tests share: a time limit for each, small random models of several architectures,
 made-up trajectories."""
 
+import contextlib
 import functools
 import json
 import math
@@ -80,13 +81,15 @@ def load_config(*overrides):
     return main.load_config(list(overrides))
 
 
-NO_BAR = SimpleNamespace(update=lambda n: None)
+# In place of a Logger: it shows nothing.
+SILENT_LOG = SimpleNamespace(
+    advance=lambda count: None, phase=lambda name, total=0: contextlib.nullcontext(), seconds={})
 
 
 def make_policy(model, config, **how):
     """What `policy_gradient` uses of a run: the model wrapped as in `prepare`."""
     wrapped = torch.nn.parallel.DistributedDataParallel(main.Policy(model, config), **how)
-    return SimpleNamespace(policy=wrapped, config=config, reference=None)
+    return SimpleNamespace(policy=wrapped, config=config, reference=None, log=SILENT_LOG)
 
 
 def make_trajectories(count: int, seed: int = 0, longest: int = 12) -> list:
@@ -98,8 +101,9 @@ def make_trajectories(count: int, seed: int = 0, longest: int = 12) -> list:
         prompt_ids = [stream.randrange(VOCABULARY) for _ in range(stream.randint(2, 9))]
         completion_ids = [stream.randrange(VOCABULARY) for _ in range(stream.randint(1, longest))]
         advantage = 0.0 if i % 4 == 3 else stream.uniform(-1, 1)
+        question = main.Question({}, prompt_ids)
         trajectories.append(
-            main.Trajectory({}, prompt_ids, completion_ids, "", i % 5 == 2, advantage=advantage))
+            main.Trajectory(question, completion_ids, "", i % 5 == 2, advantage=advantage))
     return trajectories
 
 
@@ -114,7 +118,7 @@ def plain_loss(model, trajectories: list, B: int, L: int, temperature: float, *,
     num_tokens = sum(len(trajectory.completion_ids) for trajectory in trajectories)
     for i, (trajectory, logprobs) in enumerate(
             zip(trajectories, plain_logprobs(model, trajectories, temperature))):
-        if mask_truncated and trajectory.truncated:
+        if mask_truncated and trajectory.is_truncated:
             continue
         for t, logprob in enumerate(logprobs):
             A = trajectory.advantage
@@ -247,8 +251,8 @@ KEPT = []
 
 
 def stay(code: int) -> int:
-    """In place of `leave`: what `launch` was called from goes on, with a group that is never freed,
-    see there."""
+    """In place of `end_process`: what `launch` was called from goes on, with a group that is never
+    freed, see there."""
     if torch.distributed.is_initialized():
         KEPT.append(torch.distributed.group.WORLD)
         torch.distributed.destroy_process_group()
@@ -266,15 +270,13 @@ def draw_nothing(log) -> None:
 
 @pytest.fixture(autouse=True)
 def staying(monkeypatch):
-    monkeypatch.setattr(launch, "leave", stay)
-    handlers = {number: signal.getsignal(number)
-                for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    monkeypatch.setattr(launch, "end_process", stay)
+    on_ctrl_c = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(logger.Logger, "_draw_curves", draw_nothing)
     # which mlflow itself sets, for processes it might start
     monkeypatch.delenv("MLFLOW_EXPERIMENT_ID", raising=False)
     yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)  # a run heeds them to its end
+    signal.signal(signal.SIGINT, on_ctrl_c)  # A run has a handler of its own.
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
-"""main.py, fed at random: odd settings, damaged folders, bad tasks, signals, broken streams.
-Whatever it gets, a start must end soon, with a summary or in one line that says why: see `judge`.
+"""main.py, fed at random: odd settings, damaged folders, bad tasks, signals, poor alphabets.
+Whatever it gets, a start must end soon, with a summary or in one line that says why, or where the
+task is the user's with Python's own error: see `judge`.
 
 A case is a pure function of (seed, number), as long as config.yaml has the same keys:
 `python tests/fuzz.py --seed 7 --case 123` repeats one and shows all of it.
@@ -33,7 +34,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_threa
 import yaml
 from processes import ROOT, ranks
 
-SECONDS, LONGEST, TRACEBACK = 60, 320, "Traceback (most recent call last)"
+SECONDS, LONGEST, TRACEBACK = 60, 620, "Traceback (most recent call last)"
 CONTROL = re.compile(r".{,30}[\x00-\x09\x0b\x0c\x0e-\x1f\x7f-\x9f].{,9}")
 DEFAULTS = {f"{section}.{key}": value for section, keys in yaml.safe_load(
     (ROOT / "config.yaml").read_text()).items() for key, value in keys.items()}
@@ -109,13 +110,13 @@ SOLVED = @solved
 @top
 """
 PARTS = {slot: split(text) for slot, text in {  # the first of each is good
-    "top": " | LEAVE | LEAVE | LEAVE | MOVE | def | \0 | load = VALUE | reward_function = VALUE",
-    "load": """ | LEAVE | LEAVE | LEAVE | MOVE | return VALUE | return iter(rows) | return rows[:1]
+    "top": " | LEAVE | LEAVE | LEAVE | def | \0 | load = VALUE | reward_function = VALUE",
+    "load": """ | LEAVE | LEAVE | LEAVE | return VALUE | return iter(rows) | return rows[:1]
      | rows[7] = VALUE | rows[7]['prompt'] = VALUE | for row in rows: row['prompt'] = VALUE
      | del rows[7]['prompt'] | rows[7]['problem'] = VALUE | for row in rows: row['group'] = VALUE
      | for row in rows: row['problem'] = VALUE | for row in rows: row['more'] = VALUE""",
     "reward": """ | LEAVE | if WHEN: LEAVE | if WHEN: LEAVE | if WHEN: LEAVE | return VALUE
-     | MOVE | if WHEN: MOVE | row['deep'][0].append(1); good['answer'] = float(len(row['deep'][0]))
+     | row['deep'][0].append(1); good['answer'] = float(len(row['deep'][0]))
      | good = {name: 2 * value - 1 for name, value in good.items()}
      | return dict.fromkeys(good, VALUE) | if len(calls) % 2: return dict.fromkeys(good, VALUE)
      | if WHEN: return dict.fromkeys(good, VALUE) | good[VALUE] = 1.0 | good['form'] = VALUE
@@ -129,14 +130,10 @@ WORDS = {word: split(text) for word, text in {
      | raise ValueError("\x1b[31mred\x07") | raise ValueError("\ud800") | forever() | raise KeyError
      | raise BaseException("end") | raise KeyboardInterrupt | raise GeneratorExit | input()
      | raise MemoryError | raise RecursionError | raise SystemExit | sys.exit(0) | sys.exit(3)
-     | sys.exit("text") | sys.exit("line\n" * 50) | os._exit(0) | os._exit(3) | os.abort()
+     | sys.exit("text") | sys.exit("line\n" * 50) | os.abort()
      | faulthandler._sigsegv() | os.kill(os.getpid(), signal.SIGTERM) | print("x\n" * 100_000)
-     | sys.stdout.close(); print("x") | print("\ud800") | raise asyncio.CancelledError | assert 0
+     | print("\ud800") | raise asyncio.CancelledError | assert 0
      | raise ExceptionGroup("many", [ValueError("a")]) | raise OSError(28, "gloo") | import aaa""",
-    "MOVE": r"""os.chdir("..") | os.chdir("/") | os.chdir("runs/other") | os.umask(0o777)
-     | torch.set_grad_enabled(False) | torch.set_default_dtype(torch.float64)
-     | torch.set_default_device("meta") | torch.manual_seed(0)
-     | signal.signal(signal.SIGTERM, signal.SIG_IGN)""",
     "VALUE": r"""None | "" | "text" | "\ud800" | "x" * 100_000 | "\x1b[2J\x07" | "a\nb" | b"x" | 3
      | [] | [1] | {} | lambda: 0 | object() | math.nan | math.inf | 1e308 | -1e308 | 1e-320 | "1.0"
      | 10 ** 400 | 1j | numpy.float32(1) | torch.tensor(1.0) | torch.ones(2) | fractions.Fraction(1)
@@ -146,11 +143,9 @@ WORDS = {word: split(text) for word, text in {
     "WHEN": """len(calls) > 20 | len(calls) > 3 and os.environ['RANK'] == '0'
      | len(calls) > 9 and os.environ['RANK'] == '1'"""}.items()}
 STREAMS = {  # what a shell, or PYTHONIOENCODING, can make of stdout
-    "closed": lambda: os.close(1),
     "a terminal": lambda: (pty := os.openpty(), subprocess.Popen(
-        ["cat"], stdin=pty[0], stderr=subprocess.DEVNULL), os.dup2(pty[1], 1)),
-    "full": lambda: os.dup2(os.open("/dev/full", os.O_WRONLY), 1),
-    "left by its reader": lambda: os.dup2(os.popen("head -c1 > /dev/null", "w").fileno(), 1),
+        ["cat"], stdin=pty[0], stderr=subprocess.DEVNULL), os.dup2(pty[1], 1),
+        setattr(sys, "stdout", os.fdopen(1, "w", closefd=False))),
     "ascii": lambda: sys.stdout.reconfigure(encoding="ascii", errors="strict"),
     "latin-1": lambda: sys.stdout.reconfigure(encoding="latin-1", errors="strict")}
 
@@ -261,7 +256,7 @@ def changed(case) -> None:
     case.start(keys, has_to_end=True)
     file = here / draw.choice(["model", "rows.jsonl", "mine.py"])
     case.about = damage(file, draw)
-    case.start(keys | {"training.max_steps": "3"}, may_die=file.name == "mine.py")
+    case.start(keys | {"training.max_steps": "3"}, may_die=file.name != "model")
 
 
 def signals(case) -> None:
@@ -281,7 +276,7 @@ def signals(case) -> None:
 
 def streams(case) -> None:
     case.about = stream = case.draw.choice([*STREAMS])
-    name = case.draw.choice(["a", "\U0001f99c", "\u00e9"])
+    name = case.draw.choice(["a", "\u05e9", "\u00e9"])
     case.start(SMALL | {"run.name": name}, stream=stream, has_to_end=True)
 
 
@@ -297,8 +292,6 @@ def work(stream: str | None, strikes: list, draws: bool, arguments: list[str]) -
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal
     if stream:
         STREAMS[stream]()
-    if stream == "closed":
-        sys.stdout = sys.__stdout__ = None  # as Python has it then
     from conftest import draw_nothing, run_main  # and not before
 
     import logger
@@ -343,7 +336,8 @@ class Case:
 def judge(result, folder: Path, may_die: bool) -> list[str]:
     """What is wrong with how a start has ended."""
     screen, wrong, code = result.stdout + result.stderr, [], result.returncode
-    if TRACEBACK in screen and "Fatal Python error" not in screen:
+    is_pythons = TRACEBACK in screen
+    if is_pythons and not may_die and "Fatal Python error" not in screen:
         after = screen.rpartition(TRACEBACK)[2]
         frames = re.findall(rf'File "{ROOT}/(?!tests)(\S+", line \d+)', after)
         error = re.findall(r"\n(\S.{,150})", after)[:1]
@@ -353,11 +347,12 @@ def judge(result, folder: Path, may_die: bool) -> list[str]:
               if len(line) > LONGEST]
     if len(errors) > 1:
         wrong.append(f"{len(errors)} lines of errors")
-    if control := CONTROL.search(screen.replace("\033[1m", "").replace("\033[0m", "")):
+    control = CONTROL.search(screen.replace("\033[1m", "").replace("\033[0m", ""))
+    if control and not is_pythons:
         wrong.append(f"a control character: {control[0]!r}")
     if code < 0 and not may_die:
         wrong.append(f"it died of {signal.Signals(-code).name}")
-    told = re.search("^(error: |stopped by|interrupted)", screen, re.MULTILINE)
+    told = is_pythons or re.search("^(error: |stopped by)", screen, re.MULTILINE)
     if code > 0 and not told and not (may_die and min(result.codes) < 0):
         wrong.append(f"exit code {code}, and no line says why: {screen[-150:]!r}")
     if code == 0 and not any(map(is_new_and_complete, folder.rglob("summary.json"))):

@@ -1,16 +1,15 @@
 """main.py, struck at a point of its work.
 
 A strike says which rank strikes, at which point, at its how manyth passing, and how: "kill"
-(SIGKILL to that rank), "kill all" (to every rank at once, as when the power goes), "stop" (SIGTERM
-to all), "Ctrl-C" and "Ctrl-C twice" (SIGINT to this rank). As a script, which is what torchrun
-starts, it takes a list of them, one for each start: `interrupted_worker.py STRIKES FOLDER
-arguments...`"""
+(SIGKILL to that rank), "kill all" (to every rank at once, as when the power goes), or the name of a
+stop signal (to every rank; under torchrun to torchrun, which ends its ranks). As a script, which is
+what torchrun starts, it takes a list of them, one for each start: `interrupted_worker.py STRIKES
+FOLDER arguments...`"""
 
 import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,7 +18,7 @@ from conftest import draw_nothing, run_main
 
 import logger
 import main
-from machinery import checkpoints, disk
+from machinery import checkpoints, disk, metrics, on_ctrl_c
 
 
 def run_and_be_struck(strike: dict, folder: str, arguments: list[str]):
@@ -38,15 +37,15 @@ def run_and_be_struck(strike: dict, folder: str, arguments: list[str]):
             file.write(f"{time.time()} {point}\n")
         others = [int((folder / f"pid-{rank}").read_text())
                   for rank in range(main.WORLD_SIZE) if rank != main.RANK]
-        if strike["how"].startswith("kill"):
-            for pid in [*others, os.getpid()] if strike["how"] == "kill all" else [os.getpid()]:
-                os.kill(pid, signal.SIGKILL)
-        if strike["how"] == "stop":
-            for pid in ([os.getppid()] if "TORCHELASTIC_RUN_ID" in os.environ
-                        else [*others, os.getpid()]):  # torchrun tells its ranks
-                os.kill(pid, signal.SIGTERM)
-        for _ in range({"Ctrl-C": 1, "Ctrl-C twice": 2}.get(strike["how"], 0)):
-            os.kill(os.getpid(), signal.SIGINT)
+        if strike["how"] == "kill":
+            struck = [os.getpid()]
+        elif strike["how"] != "kill all" and "TORCHELASTIC_RUN_ID" in os.environ:
+            struck = [os.getppid()]  # torchrun tells its ranks
+        else:
+            struck = [*others, os.getpid()]
+        name = "SIGKILL" if strike["how"].startswith("kill") else strike["how"]
+        for pid in struck:
+            os.kill(pid, signal.Signals[name])
 
     def passing(module, name, before=None, after=None, when=lambda *_: True):
         """Replaces a function by one that passes a point before or after it does its work."""
@@ -63,11 +62,9 @@ def run_and_be_struck(strike: dict, folder: str, arguments: list[str]):
 
         setattr(module, name, replacement)
 
-    if strike.get("how") == "stop":
-        main.questions = with_a_child(main.questions)
     passing(main, "questions", after="sampling")
     passing(main, "policy_loss", after="learning")
-    passing(main, "step_metrics", before="updated", after="logging")
+    passing(metrics.StepReport, "metrics", before="updated", after="logging")
     passing(main, "evaluate", before="evaluating")
     passing(main, "evaluation_metrics", after="evaluated")
     passing(checkpoints, "save_file", after="saving: tensors")
@@ -82,23 +79,12 @@ def run_and_be_struck(strike: dict, folder: str, arguments: list[str]):
     passing(Path, "replace", after="saving: linked")
     passing(logger.Logger, "finish", before="finishing")
     logger.Logger._draw_curves = draw_nothing
-    # As main.py has it: a shell lets its background jobs, and so the tests there, ignore Ctrl-C.
+    # As main.py has it. A shell lets its background jobs, and so the tests there, ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    on_ctrl_c(lambda: "nothing is saved yet")
     signal.signal(signal.SIGALRM, lambda *_: None)  # as a reward with a time limit has it
     signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2)
     run_main(*arguments)
-
-
-def with_a_child(function):
-    """A reward may start a process and stop it when its time is up: that must stop the child, and
-    not the run."""
-    def replacement(*arguments):
-        with subprocess.Popen(["sleep", "100"]) as child:
-            child.terminate()
-        assert child.returncode == -signal.SIGTERM
-        return function(*arguments)
-
-    return replacement
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +14,8 @@ from test_logger import make_logger
 from test_resume import SMALL
 
 import main
-from machinery import errors, launch, model, ranks
-from machinery.policy import NOTHING
+from machinery import errors, launch, metrics, model, ranks
+from machinery.batches import DUMMY_ANSWER
 
 TINY = [*SMALL, "training.max_new_gen_tokens=16", "training.max_steps=1"]
 
@@ -95,15 +94,15 @@ def test_ddp_has_cut_its_buckets_for_good_before_there_are_moments(one_rank):
     main.warm_up(run.policy, optimizer)
     for _ in range(3):
         places.append([parameter.grad.data_ptr() for parameter in parameters])
-        logprobs, _ = run.policy(make_trajectories(4))
-        logprobs.sum().backward()
+        log_probs, _ = run.policy(make_trajectories(4))
+        log_probs.sum().backward()
     assert places[0] == places[1] == places[2] and states[:2] == [0, 0]
     assert len(states) == 5 and len(optimizer.state) == len(parameters)
     # and one pass would not have done
     run = make_policy(make_model(), make_config(), gradient_as_bucket_view=True)
     buckets = []
     for _ in range(3):
-        run.policy([NOTHING])[0].sum().backward()
+        run.policy([DUMMY_ANSWER])[0].sum().backward()
         buckets.append([parameter.grad.data_ptr() for parameter in run.policy.parameters()])
     assert buckets[0] != buckets[1] == buckets[2]
 
@@ -152,19 +151,20 @@ def test_other_failures_are_not_taken_for_it():
         assert not errors.is_out_of_memory(RuntimeError(text))
 
 
-def test_what_nccl_fails_at_is_not_blamed_on_a_rank_that_has_left(tmp_path, monkeypatch, capsys):
-    """Nor on the user: where no rank is missed, the line says how to find out."""
+def test_what_nccl_fails_at_is_not_blamed_on_the_user(tmp_path, monkeypatch, capsys):
+    """Where no other rank says why, the line says how to find out."""
     def fail(*_):
         raise torch.distributed.DistBackendError(SHM)
 
-    monkeypatch.setattr(launch, "SECONDS_TO_HEAR", 0)
+    monkeypatch.setattr(launch, "SECONDS_FOR_THE_CAUSE", 0)
     for module, name in ((main, "policy_gradient"), (main.Policy, "forward")):  # also in `warm_up`
         with monkeypatch.context() as patch:
             patch.setattr(module, name, fail)
             assert start([*TINY, f"run.dir={tmp_path}", f"run.name={name}"]) == 1
         said = capsys.readouterr().err
-        assert "no rank has left, but they reach each other no more (NCCL error in" in said
-        assert "NCCL_DEBUG=INFO" in said and "/dev/shm" in said
+        assert said.startswith("rank 0 cannot reach another rank any more (NCCL error in")
+        assert "/dev/shm" in said  # as nccl says
+        assert "NCCL_DEBUG=INFO" in said and "--shm-size" in said
         assert "Traceback" not in said and not said.startswith("error: ")
 
 
@@ -184,22 +184,15 @@ def test_saving_that_takes_long_is_said_once_with_the_key(tmp_path, capsys):
         log.step(3, metrics)
         log.step(4, metrics)
         out = " ".join(capsys.readouterr().out.split())
-        expected = f"with checkpoint.every ({every}) at {said} it would be a twentieth"
+        expected = (f"saving took {saving} s, and a step 10.0 s. With checkpoint.every ({every}) "
+                    f"at {said} saving would take a twentieth of the time")
         assert (out.count("saving took") == 1 and expected in out) if said else (
             "saving took" not in out)
 
 
 def test_memory_is_told_as_the_tensors_need_it_and_as_it_is_held(monkeypatch, one_rank):
-    from machinery import metrics
-
     monkeypatch.setattr(metrics, "DEVICE", torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3e9)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 4e9)
-    task = SimpleNamespace(REWARD_WEIGHTS={"right": 1.0}, SOLVED="right")
-    answer = main.Trajectory({}, [], [0], "", False, {"right": 1.0}, 1.0)
-    seconds = {"sample": 1.0, "score": 1.0, "refill": 0.0, "learn": 1.0}
-    run = SimpleNamespace(task=task, optimizer=SimpleNamespace(param_groups=[{"lr": 1.0}]),
-                          log=SimpleNamespace(seconds=seconds))
-    update = {"loss": 0.0, "learned": 1, "updated": 1, "non_finite": 0}
-    measured = main.step_metrics(run, [[answer]], [[answer]], [update], {})
+    measured = metrics.memory_metrics()
     assert (measured["memory_gb"], measured["memory_reserved_gb"]) == (3.0, 4.0)

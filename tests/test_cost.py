@@ -6,7 +6,6 @@ import json
 import pytest
 import torch
 from conftest import (
-    NO_BAR,
     VOCABULARY,
     make_config,
     make_model,
@@ -22,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import DynamicLayer
 
 import main
-from machinery import policy
-from machinery.policy import ROOM, RoomyLayer
+from machinery import policy, sampling
+from machinery.prompts import CACHE_ROOM, RoomyLayer
 
 
 def tokens_read(model):
@@ -35,7 +34,7 @@ def tokens_read(model):
 
 
 def test_sampling_reads_each_prompt_once_and_finished_answers_no_further(monkeypatch):
-    monkeypatch.setattr(main, "TOKENS_PER_SLICE", 4)
+    monkeypatch.setattr(sampling, "TOKENS_PER_SLICE", 4)
     model = make_model()
     shapes = tokens_read(model)
     trajectories = sample(model, PROMPTS, 16, training__max_new_gen_tokens=40)
@@ -50,14 +49,14 @@ def test_sampling_reads_each_prompt_once_and_finished_answers_no_further(monkeyp
 
 def test_learning_reads_each_prompt_once_a_micro_batch_and_pads_little(one_rank, monkeypatch):
     monkeypatch.setattr(policy, "ANSWERS_PER_PASS", 4)
-    trajectories = [main.Trajectory({}, PROMPTS[i // 16], t.completion_ids, "", False,
-                                    advantage=1.0)
+    trajectories = [main.Trajectory(main.Question({}, PROMPTS[i // 16]), t.completion_ids, "",
+                                    False, advantage=1.0)
                     for i, t in enumerate(make_trajectories(48, longest=40))]
     model = make_model()
     shapes = tokens_read(model)
     run = make_policy(model, make_config(model__precision="float32",
                                          training__tokens_per_micro_batch=10_000))
-    main.policy_gradient(run, trajectories, NO_BAR)
+    main.policy_gradient(run, trajectories)
     assert shapes[0] == (len(PROMPTS), max(map(len, PROMPTS)) - 1)
     assert len(shapes) == 1 + 48 // 4
     useful = sum(len(trajectory.completion_ids) for trajectory in trajectories)
@@ -87,7 +86,7 @@ def test_logits_for_all_tokens_never_exist_at_once(one_rank, monkeypatch):
     run = make_policy(model, make_config(model__precision="float32",
                                          training__tokens_per_micro_batch=10**6))
     with LargestTensor() as largest:
-        main.policy_gradient(run, trajectories, NO_BAR)
+        main.policy_gradient(run, trajectories)
     # The weights' gradient, all in one in DDP's bucket, and a chunk are the largest.
     assert largest.numel == max(chunk, sum(parameter.numel() for parameter in model.parameters()))
     with LargestTensor() as largest:
@@ -97,7 +96,7 @@ def test_logits_for_all_tokens_never_exist_at_once(one_rank, monkeypatch):
 
 @pytest.mark.parametrize("rows", [[1, 0, 1], None])  # None: nobody has made room yet
 def test_keys_and_values_are_not_copied_for_each_token(rows):
-    """Only once in `ROOM` tokens, where there is no room left."""
+    """Only once in `CACHE_ROOM` tokens, where there is no room left."""
     held = DynamicLayer()
     held.keys, held.values = torch.randn(2, 1, 5, 4), torch.randn(2, 1, 5, 4)
     before = expected = [held.keys.clone(), held.values.clone()]
@@ -105,16 +104,16 @@ def test_keys_and_values_are_not_copied_for_each_token(rows):
     if rows:
         layer.batch_select_indices(torch.tensor(rows))
         expected = [each[rows] for each in expected]
-    for _ in range(3 * ROOM):
+    for _ in range(3 * CACHE_ROOM):
         new = [torch.randn(*expected[0].shape[:2], 1, 4) for _ in range(2)]
         keys, values = layer.update(*new)
         expected = [torch.cat(pair, dim=2) for pair in zip(expected, new)]
         assert torch.equal(keys, expected[0]) and torch.equal(values, expected[1])
         places.append((keys.data_ptr(), values.data_ptr()))
     for which in (0, 1):  # keys move when they have to, and so do values
-        moved = [t for t in range(1, 3 * ROOM) if places[t][which] != places[t - 1][which]]
-        assert moved == [ROOM, 2 * ROOM]
-    assert layer.get_seq_length() == 5 + 3 * ROOM
+        moved = [t for t in range(1, 3 * CACHE_ROOM) if places[t][which] != places[t - 1][which]]
+        assert moved == [CACHE_ROOM, 2 * CACHE_ROOM]
+    assert layer.get_seq_length() == 5 + 3 * CACHE_ROOM
     assert torch.equal(held.keys, before[0]) and torch.equal(held.values, before[1])
 
 
@@ -217,7 +216,7 @@ def test_plain_sampling_and_learning_do_the_same_work(monkeypatch):
     model = make_model(spread=0.25)
     settings = {"sampling__top_k": 1, "training__max_new_gen_tokens": 12}
     expected = [t.completion_ids for t in sample(model, PROMPTS, 2, **settings)]
-    monkeypatch.setattr(main, "complete", step.plain_complete)
+    monkeypatch.setattr(main, "generate", step.plain_generate)
     assert [t.completion_ids for t in sample(model, PROMPTS, 2, **settings)] == expected
     answers = make_trajectories(8)
     learner = main.Policy(model, make_config(model__precision="float32",

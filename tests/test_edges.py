@@ -1,25 +1,24 @@
-"""What the first users ran into: code that leaves, screens and files that are broken, numbers that
-leave the range. Nothing of it may end in a traceback, in a hang, or with 0 for a run that is not
-through."""
+"""What the first users ran into: code that leaves, characters and files that are broken, numbers
+that leave the range. Nothing of it may end in a hang, or with 0 for a run that is not through."""
 
 import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 
 import pytest
-import torch
 import transformers
 from conftest import make_config, make_model, read_jsonl, run_main, start
-from processes import ROOT, inherited, ranks
+from processes import ROOT, inherited, ranks, run
 from test_resume import SMALL, outcome, run_without_curves, without_files
 
 import countdown
 import main
-from machinery.errors import theirs
+from machinery import text
+from machinery.checkpoints import RunFolder
+from machinery.errors import UserError
 
 TINY = [*SMALL, "training.max_new_gen_tokens=16", "checkpoint.every=1"]
 
@@ -62,25 +61,38 @@ def write_task(folder, **how):
 
 
 @pytest.mark.parametrize("how", ["sys.exit()", "sys.exit(0)", "sys.exit('enough')", "exit(3)",
-                                 "os._exit(0)", "os._exit(5)", "raise KeyboardInterrupt",
+                                 "raise RuntimeError('mine')", "raise KeyboardInterrupt",
                                  "raise GeneratorExit", "raise BaseException('mine')"])
-@pytest.mark.parametrize(("place", "says"), [("import", "cannot be imported"),
-                                             ("load", "its load() fails"),
-                                             ("reward", "reward_function failed")])
-def test_a_task_that_leaves_is_named_with_the_line_and_the_run_has_not_succeeded(
-        place, says, how, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("place", ["import", "load", "reward"])
+def test_a_task_that_leaves_or_fails_is_shown_with_the_line_and_the_run_has_not_succeeded(
+        place, how, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    real_exit = os._exit
-    assert start([*TINY, write_task(tmp_path, place=place, how=how), "run.dir=."]) == 2
+    assert start([*TINY, write_task(tmp_path, place=place, how=how), "run.dir=."]) == 1
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and len(said) <= 301 and "own.py" in said, said
-    assert said.startswith("error: ") and says in said and " at line 14 of " in said
-    assert os._exit is real_exit and not (tmp_path / "a" / "summary.json").exists()
+    assert said.count("Traceback") == 1 and 'own.py", line 14, in leave\n' in said, said
+    assert not (tmp_path / "a" / "summary.json").exists()
+
+
+def test_an_error_of_a_reward_comes_with_the_completion(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    completions = []
+    grade = main.grade
+
+    def remember(task, answer):
+        completions.append(answer.completion)
+        return grade(task, answer)
+
+    monkeypatch.setattr(main, "grade", remember)
+    task = write_task(tmp_path, place="reward", how="raise ValueError('mine')", calls=2)
+    assert start([*TINY, task, "run.dir=."]) == 1
+    said = capsys.readouterr().err
+    completion = text.shortened(completions[-1], 500)
+    assert said.endswith(f"ValueError: mine\nThe completion was {completion!r}\n"), said
 
 
 @pytest.mark.parametrize(("place", "calls"), [("load", 0), ("reward", 0), ("reward", 28)],
                          ids=["load", "first evaluation", "training"])
-@pytest.mark.parametrize("how", ["sys.exit(0)", "os._exit(0)", "os.abort()"])
+@pytest.mark.parametrize("how", ["sys.exit(0)", "raise OSError(5, 'mine')", "os.abort()"])
 def test_one_rank_that_leaves_takes_all_along_and_what_was_saved_is_kept(
         place, calls, how, tmp_path):
     """Also where C code ends the process, of which only its stack can tell."""
@@ -88,11 +100,11 @@ def test_one_rank_that_leaves_takes_all_along_and_what_was_saved_is_kept(
     tiny = [f"model.name={ROOT / 'tiny' / 'model'}"]
     result = ranks(2, run_without_curves, *TINY, task, *tiny, "run.dir=.", "training.max_steps=9",
                    cwd=tmp_path)
-    assert all(result.codes) and "\nTraceback (most recent call last)" not in result.stderr
+    assert all(result.codes) and 'own.py", line 14' in result.stderr, result.stderr
     if how == "os.abort()":
-        assert "Fatal Python error: Aborted" in result.stderr and "own.py" in result.stderr
+        assert "Fatal Python error: Aborted" in result.stderr
     else:
-        assert "own.py" in result.stderr and "(SystemExit: 0)" in result.stderr, result.stderr
+        assert result.stderr.count("\nTraceback") + result.stderr.startswith("Traceback") == 1
     assert not (tmp_path / "a" / "summary.json").exists()
     saved = [path.name for path in (tmp_path / "a").glob("checkpoints/*")]
     assert all(name.startswith("step-") for name in saved) and len(saved) == 2 * bool(calls)
@@ -101,28 +113,22 @@ def test_one_rank_that_leaves_takes_all_along_and_what_was_saved_is_kept(
 # ---------------------------------------------------------------- tasks
 
 @pytest.mark.parametrize(("code", "says"), [
-    ("REWARD_WEIGHTS = ['answer']", "REWARD_WEIGHTS"), ("REWARD_WEIGHTS = {}", "REWARD_WEIGHTS"),
-    ("REWARD_WEIGHTS = {'answer': '1'}", "REWARD_WEIGHTS"),
-    ("REWARD_WEIGHTS = {'answer': 2j}", "REWARD_WEIGHTS"),
-    ("raise RuntimeError('gloo')", "RuntimeError: gloo"),
-    ("REWARD_WEIGHTS = {'answer': float('inf')}", "REWARD_WEIGHTS={'answer': inf}"),
-    ("REWARD_WEIGHTS = {3: 1.0}; SOLVED = 3", "REWARD_WEIGHTS"), ("SOLVED = None", "SOLVED=None"),
-    ("REWARD_WEIGHTS = {'answer': 1, 'answer_std': 1}", "['answer_std'] name metrics"),
-    ("REWARD_WEIGHTS = {'answer': 1, 'solved/3': 1}", "['solved/3'] name metrics"),
-    ("del SOLVED", "no attribute 'SOLVED'"), ("load = 3", "has to define load()"),
-    ("reward_function = None", "reward_function()"), ("REPLY_START = 1", "REPLY_START"),
-    ("SYSTEM_MESSAGE = ['Be brief.']", "SYSTEM_MESSAGE"),
-    ("SYSTEM_MESSAGE = '\\ud800'", "surrogates not allowed"),
-    ("REWARD_WEIGHTS = {'answer': 1, 'right?': 1}", "more than letters"),
-    ("def load(*_):\n    yield {'prompt': 'half a \\ud800'}", "surrogates not allowed"),
-    ("def load(*_):\n    return [{'prompt': ''}] * 9", "the prompt of row 1 is '', no text"),
-    ("def load(*_):\n    return [{'prompt': str(i), 'problem': (i, [i])} for i in range(99)]",
-     "the problem (0, [0]) has no hash"),
-    ("def load(*_):\n    return None", "its load() fails"),
+    ("REWARD_WEIGHTS = ['answer']", "REWARD_WEIGHTS has to be names with numbers"),
+    ("REWARD_WEIGHTS = {}", "REWARD_WEIGHTS"),
+    ("REWARD_WEIGHTS = {'answer': '1'}", "not {'answer': '1'}"),
+    ("REWARD_WEIGHTS = {'answer': 2j}", "not {'answer': 2j}"),
+    ("REWARD_WEIGHTS = {'answer': float('inf')}", "not {'answer': inf}"),
+    ("REWARD_WEIGHTS = {3: 1.0}; SOLVED = 3", "not {3: 1.0}"), ("SOLVED = None", "SOLVED=None"),
+    ("REWARD_WEIGHTS = {'answer': 1, 'answer_std': 1}", "a metric has the name 'answer_std'"),
+    ("REWARD_WEIGHTS = {'answer': 1, 'solved': 1}", "a metric has the name 'solved'"),
+    ("del SOLVED", "has to define SOLVED"), ("del load", "has to define load"),
+    ("del reward_function", "has to define reward_function"),
+    ("def load(*_):\n    return [{'prompt': ''}] * 9", "row 1 is {'prompt': ''}"),
+    ("def load(*_):\n    return ['a'] * 9", "row 1 is 'a'"),
     ("def load(*_):\n    return []", "0 different problems"),
-    ("def load(*_):\n    return [{'prompt': str(i), 'f': lambda: 0} for i in range(99)]",
-     "cannot go from one process to another")])
-def test_wrong_names_and_rows_of_a_task_are_found_before_the_first_sample(
+    ("def load(*_):\n    raise ValueError('own.py wants\\nanother file')",
+     "error: own.py wants another file")])
+def test_wrong_names_and_rows_of_a_task_are_one_line_before_the_first_sample(
         code, says, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(main, "sample", None)
@@ -130,6 +136,23 @@ def test_wrong_names_and_rows_of_a_task_are_found_before_the_first_sample(
     assert start([*TINY, "task.name=own.py", "run.dir=."]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and says in said and "own.py" in said and len(said) <= 301, said
+
+
+@pytest.mark.parametrize(("code", "says"), [
+    ("raise RuntimeError('gloo')", "RuntimeError: gloo"), ("load = 3", "not callable"),
+    ("def load(*_):\n    return None", "not iterable"),
+    ("def load(*_):\n    return [{'prompt': str(i), 'problem': (i, [i])} for i in range(99)]",
+     "unhashable type"),
+    ("def load(*_):\n    return [{'prompt': str(i) + '\\ud800' * (i == 70)} for i in range(99)]",
+     "surrogates not allowed")])
+def test_other_mistakes_of_a_task_are_pythons_own_error_before_the_first_sample(
+        code, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(main, "sample", None)
+    (tmp_path / "own.py").write_text(f"from countdown import *\n{code}\n")
+    assert start([*TINY, "task.name=own.py", "run.dir=."]) == 1
+    said = capsys.readouterr().err
+    assert says in said.splitlines()[-1], said
 
 
 def test_rows_may_come_from_a_generator_and_parts_be_any_kind_of_number(tmp_path, monkeypatch):
@@ -149,82 +172,16 @@ def test_rows_may_come_from_a_generator_and_parts_be_any_kind_of_number(tmp_path
     assert read_jsonl(tmp_path / "a" / "metrics.jsonl")[1]["reward/long"] == 0.5
 
 
-MOVES = """
-import os, signal, torch
-from countdown import *
-def move():
-    os.chdir("elsewhere" if os.path.isdir("elsewhere") else "/")
-    os.umask(0o777)
-    torch.set_grad_enabled(False)
-    torch.set_default_dtype(torch.float16)
-    torch.set_default_device("meta")
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-move()
-own_load, own_reward = load, reward_function
-def load(*arguments):
-    rows = own_load(*arguments)
-    move()
-    return rows
-def reward_function(*arguments):
-    move()
-    return own_reward(*arguments)
-"""
-
-
-def test_what_a_task_moves_of_the_process_is_put_back(tmp_path, monkeypatch):
-    """Its folder, what files may be read by, torch's defaults, who heeds a stop signal. A run of
-    the same name where the task goes to is not touched."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "elsewhere" / "a").mkdir(parents=True)
-    (tmp_path / "still.py").write_text("from countdown import *\n")
-    (tmp_path / "moves.py").write_text(MOVES)
-    settings = [*TINY, "training.max_steps=1"]
-    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
-    heeds = []
-
-    def ask(self):
-        heeds.append([callable(signal.getsignal(number)) for number in numbers])
-
-    monkeypatch.setattr(main.Logger, "_draw_curves", ask)
-    assert start([*settings, "task.name=still.py", "run.dir=still"]) == 0
-    before = heeds[-1]
-    mask = os.umask(0o022)
-    try:
-        assert start([*settings, "task.name=moves.py", "run.dir=moved"]) == 0
-    finally:
-        assert os.umask(mask) == 0o022
-    assert heeds[-1] == before and before[0]
-    assert outcome(tmp_path / "moved" / "a") == outcome(tmp_path / "still" / "a") | {
-        "files": outcome(tmp_path / "moved" / "a")["files"]}
-    assert not list((tmp_path / "elsewhere" / "a").iterdir())
-    assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
-    assert torch.get_default_device().type == "cpu"
-
-
-def test_a_ctrl_c_that_comes_in_a_reward_still_makes_way_for_a_second_one():
-    """What `heed` does then is not the task's to be put back."""
-    def ours(*_):
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-    signal.signal(signal.SIGINT, ours)
-    signal.signal(signal.SIGTERM, ours)
-    with theirs("reward_function failed"):
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
-    assert signal.getsignal(signal.SIGTERM) == ours
-
-
 @pytest.mark.parametrize("value", ["-1.0", "2", "1.001"])
 def test_a_share_solved_is_from_0_to_1(value, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(
         "from countdown import *\ndef reward_function(completion, row):\n"
         f"    return {{'format': -3.0, 'answer': {value}}}\n")
-    assert start([*TINY, "task.name=own.py", "run.dir=."]) == 2
+    assert start([*TINY, "task.name=own.py", "run.dir=."]) == 1
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and f"answer, is {float(value):g}, not from 0 to 1; " in said, said
+    returned = f"\nValueError: reward_function returned {float(value):g} as answer. SOLVED "
+    assert returned in said, said
 
 
 @pytest.mark.parametrize("what", ["a weight", "all weights"])
@@ -261,56 +218,27 @@ def test_a_tokenizer_with_tokens_that_the_model_lacks_is_named_where_a_prompt_ha
 
 # ---------------------------------------------------------------- the screen
 
-def with_stdout(kind, *arguments):
-    if kind == "full":
-        os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
-    if kind == "gone":
-        readable, writable = os.pipe()
-        os.dup2(writable, 1)
-        os.close(readable)
-    if kind == "ascii":
-        sys.stdout.reconfigure(encoding="ascii", errors="strict")
+def with_few_characters(*arguments):
+    sys.stdout.reconfigure(encoding="ascii", errors="strict")
     run_without_curves(*arguments)
 
 
-@pytest.mark.parametrize("kind", ["full", "gone", "ascii"])
-def test_a_screen_that_is_full_gone_or_of_few_characters_costs_what_would_be_seen_and_no_run(
-        kind, tmp_path):
-    """Also what a reward prints."""
+def test_a_screen_of_few_characters_ends_no_run(tmp_path):
+    """Also where a reward prints more than it has."""
     (tmp_path / "own.py").write_text(
-        "import countdown, sys\nfrom countdown import *\n"
+        "import countdown\nfrom countdown import *\n"
         "def reward_function(completion, row):\n"
-        "    print('é' * 10_000)\n    sys.stdout.close()\n"
-        "    return countdown.reward_function(completion, row)\n")
-    result = ranks(1, with_stdout, kind, *TINY, f"task.name={tmp_path / 'own.py'}",
+        "    print('é')\n    return countdown.reward_function(completion, row)\n")
+    result = ranks(1, with_few_characters, *TINY, f"task.name={tmp_path / 'own.py'}",
                    f"run.dir={tmp_path}", "training.max_steps=1")
-    assert result.returncode == 0 and not result.stderr, result.stderr
+    assert result.returncode == 0, result.stderr
     assert json.loads((tmp_path / "a" / "summary.json").read_text())["steps"] == 1
-    assert kind != "ascii" or "\\u2013" in result.stdout  # of 0.5 (0.1–0.9)
+    assert "\\xe9" in result.stdout and "\\u2013" in result.stdout  # of 0.5 (0.1–0.9)
 
 
-def test_closed_streams_cost_no_run_and_the_first_words_come_before_the_libraries(tmp_path):
-    """A descriptor that is closed would be the next file's, and what is printed written there."""
-    command = [sys.executable, ROOT / "main.py", *TINY, f"run.dir={tmp_path}",
-               "training.max_steps=1"]
-    line = " ".join(f"'{word}'" for word in command)
-    both = [subprocess.run(["sh", "-c", f"{line} run.name={name} {how}"], env=inherited(),
-                           cwd=tmp_path, capture_output=True, text=True, check=False)
-            for name, how in (("a", ">&- 2>&- <&-"), ("b", ""))]
-    assert [result.returncode for result in both] == [0, 0], both
-    assert both[0].stdout == both[0].stderr == ""
-    assert both[1].stdout.startswith("importing PyTorch and transformers")
-    for name in "ab":
-        assert len(read_jsonl(tmp_path / name / "metrics.jsonl")) == 3
-
-
-def test_an_env_file_that_is_no_text_is_one_line(tmp_path):
-    shutil.copytree(ROOT / "machinery", tmp_path / "machinery")
-    (tmp_path / ".env").write_bytes(b"HF_TOKEN=\xff\n")
-    result = subprocess.run([sys.executable, "-c", "import machinery"], cwd=tmp_path, text=True,
-                            capture_output=True, check=False)
-    assert result.returncode == 1 and result.stderr.count("\n") == 1
-    assert f"error: {tmp_path / '.env'} cannot be read as UTF-8 text" in result.stderr
+def test_the_first_words_come_before_the_libraries(tmp_path):
+    result = run(sys.executable, ROOT / "main.py", "training.seed=x", cwd=tmp_path)
+    assert result.stdout.startswith("importing PyTorch and transformers") and result.returncode == 2
 
 
 @pytest.mark.parametrize("columns", [60, 80, 100, 200])
@@ -339,7 +267,7 @@ def test_every_line_fits_the_screen_and_nothing_on_it_moves_the_cursor(
 
 def test_scoring_that_takes_its_time_is_shown(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("logger.SECONDS_BETWEEN_PROGRESS_LINES", 0.2)
+    monkeypatch.setattr(text, "SECONDS_BETWEEN_PROGRESS_LINES", 0.2)
     (tmp_path / "own.py").write_text(
         "import countdown, time\nfrom countdown import *\ndef reward_function(completion, row):\n"
         "    time.sleep(0.1)\n    return countdown.reward_function(completion, row)\n")
@@ -352,17 +280,19 @@ def test_scoring_that_takes_its_time_is_shown(tmp_path, monkeypatch, capsys):
 # ---------------------------------------------------------------- numbers
 
 def test_weights_that_leave_the_range_end_in_one_line_and_no_checkpoint_is_made_of_them(
-        tmp_path, capsys):
+        tmp_path, monkeypatch, capsys):
     settings = [*TINY, f"run.dir={tmp_path}", "training.max_new_gen_tokens=48"]
     assert start([*settings, "training.max_steps=2"]) == 0
     good = outcome(tmp_path / "a")
     capsys.readouterr()
     for every in (1, 100):  # found as it is saved, or as it is sampled from
-        assert start([*settings, "training.max_steps=9", "training.learning_rate=1e9",
-                      "run.resume_anyway=true", f"checkpoint.every={every}"]) == 2
+        with monkeypatch.context() as patch:
+            patch.setattr(main, "learning_rate_at", lambda step, training: 1e9)
+            assert start([*settings, "training.max_steps=9", f"checkpoint.every={every}"]) == 2
         said = capsys.readouterr().err
         assert said.count("\n") == 1 and "lower training.learning_rate" in said, said
-        assert "step 3 has left" in said or re.search(r"after step \d the model", said)
+        assert re.search(r"after step \d the model gives no probabilities any more", said)
+        assert every == 100 or "after step 3" in said
         assert outcome(tmp_path / "a")["tensors"] == good["tensors"]
     assert start([*settings, "training.max_steps=3"]) == 0
 
@@ -431,7 +361,7 @@ def test_best_that_is_missing_or_in_the_way_is_said_and_made_anew_by_a_better_ev
         groups = evaluate(run)
         for group in groups:
             for answer in group:
-                answer.reward = answer.parts["answer"] = 1.0
+                answer.reward = answer.reward_parts["answer"] = 1.0
         return groups
 
     monkeypatch.setattr(main, "evaluate", better)
@@ -453,16 +383,16 @@ def test_a_run_without_its_checkpoints_or_config_begins_anew_or_goes_on(tmp_path
 
 
 def test_the_name_of_a_run_is_one_plain_name_and_nothing_is_touched_otherwise(tmp_path):
-    for name in ("a/b", "/tmp/x", ".", "..", "...", "", "a\0b"):
-        with pytest.raises(main.UserError, match="plain name"):
+    for name in ("a/b", "/tmp/x", ".", "..", "...", ""):
+        with pytest.raises(UserError, match="run.name="):
             make_config(run__name=name, run__dir=str(tmp_path))
     assert not list(tmp_path.iterdir())
-    folder = main.RunFolder(make_config(run__name="a b é", run__dir=str(tmp_path)))
+    folder = RunFolder(make_config(run__name="a b é", run__dir=str(tmp_path)))
     assert folder.path == tmp_path / "a b é"
 
 
 def test_a_run_where_the_locale_knows_no_unicode_is_as_any_other(tmp_path):
-    """But for a name that it cannot read, which is said."""
+    """But for a name that it cannot read, which is one line."""
     def start_there(*arguments):
         return subprocess.run(
             [sys.executable, ROOT / "main.py", *TINY, f"run.dir={tmp_path}", *arguments],
@@ -473,7 +403,7 @@ def test_a_run_where_the_locale_knows_no_unicode_is_as_any_other(tmp_path):
     assert result.returncode == 0 and "\\u2013" in result.stdout, result.stderr
     result = start_there("run.name=Jürgen".encode())
     assert result.returncode == 2 and result.stderr.count("\n") == 1
-    assert "is not in this locale's alphabet: set LC_ALL=C.UTF-8" in result.stderr
+    assert result.stderr.startswith("error: 'run.name=J")
 
 
 def test_help_is_no_mistake():

@@ -7,7 +7,6 @@ import sys
 import pytest
 import torch
 from conftest import (
-    NO_BAR,
     VOCABULARY,
     gradient,
     make_config,
@@ -30,7 +29,7 @@ pytestmark = pytest.mark.mathematics
 
 def answers_of(count: int, stream: random.Random) -> list[main.Trajectory]:
     """To one question, some of them equal; rewarded for being right, for form, or not at all."""
-    prompt = [stream.randrange(VOCABULARY) for _ in range(4)]
+    question = main.Question({}, [stream.randrange(VOCABULARY) for _ in range(4)])
     answers = []
     for _ in range(count):
         if answers and stream.random() < 0.2:
@@ -38,13 +37,13 @@ def answers_of(count: int, stream: random.Random) -> list[main.Trajectory]:
             continue
         ids = [stream.randrange(VOCABULARY) for _ in range(stream.randint(1, 12))]
         parts = {"answer": float(stream.random() < 0.4), "format": float(stream.random() < 0.7)}
-        answers.append(main.Trajectory({}, prompt, ids, "", stream.random() < 0.2, parts))
+        answers.append(main.Trajectory(question, ids, "", stream.random() < 0.2, parts))
     return answers
 
 
 @pytest.mark.parametrize("name, normalizer", [
     *((name, "as named") for name in estimators.ESTIMATORS),
-    # a KL term's own gradient is kept over B L
+    # a KL term's own gradient is kept over the number of answers times the longest
     *((name, "tokens") for name, each in estimators.ESTIMATORS.items() if "kl_in" not in each.keys)
 ])
 def test_the_weighted_sketches_of_a_batch_are_the_sketch_of_main_pys_gradient(
@@ -61,7 +60,7 @@ def test_the_weighted_sketches_of_a_batch_are_the_sketch_of_main_pys_gradient(
     answers = [answer for group in groups for answer in group]
     for answer in answers:
         answer.reward = estimators.reward_of(answer, countdown, estimator)
-        answer.reference_logprobs = torch.tensor(
+        answer.reference_log_probs = torch.tensor(
             [stream.gauss(-3, 1) for _ in answer.completion_ids], dtype=torch.float64)
     sketch = estimators.Sketch(model)
     sketch.signs = sketch.signs.double()
@@ -78,7 +77,7 @@ def test_the_weighted_sketches_of_a_batch_are_the_sketch_of_main_pys_gradient(
 
     # the same stream: it decides between equals
     counted = estimators.with_advantages(groups, training, estimator.change, random.Random(0))
-    assert main.policy_gradient(run, counted, NO_BAR)["updated"] == 1
+    assert main.policy_gradient(run, counted)["updated"] == 1
     assert relative_error(from_pool, -sketch.of([gradient(model)])) < 1e-11
     assert from_pool.norm() > 1e-3
 
@@ -86,7 +85,8 @@ def test_the_weighted_sketches_of_a_batch_are_the_sketch_of_main_pys_gradient(
 def test_a_later_update_is_that_of_a_run_with_several(one_rank):
     """By hand: the same batch, learned from twice by main.py, and the gradient it leaves."""
     config = make_config(training__max_new_gen_tokens=12, training__updates_per_batch=2,
-                         training__clip=[0.2, 0.2], training__max_grad_norm=None)
+                         training__clip=[0.2, 0.2], training__max_grad_norm=None,
+                         training__learning_rate=0.01)
     stream, model = random.Random(3), make_model("gpt2", torch.float64)
     answers = answers_of(8, stream)
     for answer in answers:
@@ -99,7 +99,7 @@ def test_a_later_update_is_that_of_a_run_with_several(one_rank):
     for group in groups:
         main.compute_advantages(group, config.training, stream)
     for _ in range(2):
-        main.policy_gradient(run, sampled, NO_BAR)
+        main.policy_gradient(run, sampled)
         expected = -gradient(model)
         run.optimizer.step()
 
@@ -107,14 +107,14 @@ def test_a_later_update_is_that_of_a_run_with_several(one_rank):
     run.optimizer = torch.optim.AdamW(run.policy.parameters(), lr=0.01)
     run.model, run.task = model, countdown
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(main, "sample", lambda run, rows, G, bar: [
-            dataclasses.replace(answer) for _ in rows for answer in answers])
-        patch.setattr(main, "score", lambda answers, task, bar: [
-            setattr(each, "reward", estimators.reward_of(each, task, estimators.Estimator()))
-            for each in answers])
+        patch.setattr(main, "sample", lambda run, questions, G: [
+            [dataclasses.replace(answer) for answer in answers] for _ in questions])
+        patch.setattr(main, "score", lambda run, groups: [
+            setattr(each, "reward", estimators.reward_of(each, run.task, estimators.Estimator()))
+            for group in groups for each in group])
         patch.setattr(estimators.Sketch, "of", lambda sketch, gradients: torch.cat(
             [each.flatten().clone() for each in gradients]))
-        found = estimators.later_updates(run, [{}] * 32)
+        found = estimators.later_updates(run, [answers[0].question] * 32)
     assert all(value.shape[0] == 2 for value in found.values())
     assert relative_error(found["second update, clipped"][0], expected) < 1e-11
     assert relative_error(found["second update, clipped"][1], expected) < 1e-11  # it begins anew
@@ -133,10 +133,10 @@ def pools(K: int, num_questions: int):
     stream = random.Random(0)
     for question in range(num_questions):
         for answer in everything:
-            answer.prompt_ids = [1 + question % 5, 1 + question // 5, 3]
-        logprobs, _ = policy(everything)
-        log_p = torch.stack([own.sum() for own in logprobs.split(
-            [len(answer.completion_ids) for answer in everything])])
+            answer.question = main.Question({}, [1 + question % 5, 1 + question // 5, 3])
+        log_probs, _ = policy(everything)
+        log_p = torch.stack([own.sum() for own in log_probs.split(
+            [answer.num_tokens for answer in everything])])
         value = sum(p * right(answer) for p, answer in zip(log_p.exp(), everything))
         exact.append(sketch.of(torch.autograd.grad(value, sketch.parameters, retain_graph=True)))
         each = [sketch.of(torch.autograd.grad(one, sketch.parameters, retain_graph=True))
@@ -175,7 +175,6 @@ def test_the_truth_of_a_pool_is_that_from_all_answers_listed():
             batch += torch.tensor(weights, dtype=torch.float64) @ sketches[question][chosen]
         cosines.append(torch.cosine_similarity(batch, exact.mean(0), dim=0).item())
     assert sum(cosines) / len(cosines) == pytest.approx(row["batch, what is solved"][0], abs=0.04)
-
 
     # and what is the same but for its length is as good; what has half the answers is not
     twice, _ = estimators.with_intervals(2 * means, 4 * squares, truths, 16, beside)

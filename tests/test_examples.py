@@ -12,11 +12,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import NO_BAR, SIZES, make_config, read_jsonl, shown_file, start, write_own_task
+from conftest import SILENT_LOG, SIZES, make_config, read_jsonl, shown_file, start, write_own_task
 from processes import ROOT
 
 import main
 from machinery import tasks
+from machinery.errors import UserError
 
 task = main.load_task(make_config(task__name="examples/gsm8k.py"))
 rewards = task.rewards
@@ -211,25 +212,36 @@ def reward_function(completion, row):
 
 
 @pytest.mark.parametrize(("failure", "says"), [
-    ('raise KeyError("steps")', "failed at line 6 of {path} (KeyError: 'steps')"),
-    ('return float("nan")', "failed (TypeError: it returned {{'answer': 0.0, 'format': nan}}, "),
-    ("return 1e308", "failed (TypeError: it returned {{'answer': 0.0, 'format': 1e+308}}, "),
-    ("return 1 + None", "failed at line 6 of {path} (TypeError"),
-    ("return None", "failed (TypeError: it returned {{'answer': 0.0, 'format': None}}, "),
-    ("import sys; sys.exit(0)", "failed at line 6 of {path} (SystemExit: 0)"),
-    ("import os; os._exit(0)", "failed at line 6 of {path} (SystemExit: 0)"),
-    ("raise KeyboardInterrupt", "failed at line 6 of {path} (KeyboardInterrupt: )"),
-    ("raise ValueError('many words ' * 10_000 + 'at its end')", "at its end"),
-    ("raise ValueError('\\x1b[2J on\\n\\nlines')", "\\x1b[2J on lines")])
-def test_a_reward_that_fails_stops_the_run_with_its_name_and_the_completion(
+    ('raise KeyError("steps")', "KeyError: 'steps'"),
+    ("return 1 + None", "TypeError: unsupported operand type(s) for +: 'int' and 'NoneType'"),
+    ("import sys; sys.exit(0)", "SystemExit: 0"),
+    ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+    ("raise ValueError('many words ' * 10_000 + 'at its end')", "at its end")])
+def test_a_reward_that_fails_ends_the_run_with_its_own_traceback_and_the_completion(
         failure, says, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.py").write_text(BROKEN.format(failure=failure))
-    assert start([*SMALL, "task.name=broken.py", "data.max_rows=100", "run.dir=runs"]) == 2
-    said, whole = capsys.readouterr().err, (tmp_path / "runs" / "a" / "error-0.txt").read_text()
-    assert says.format(path=tmp_path / "broken.py") in said and "Traceback" not in said
-    assert said.count("\n") == 1 and len(said) <= 301 and "(more in runs/a/error-0.txt)" in said
-    assert re.search(r"\non the completion '\d+", whole) and len(whole) > len(said)
+    assert start([*SMALL, "task.name=broken.py", "data.max_rows=100", "run.dir=runs"]) == 1
+    said = capsys.readouterr().err
+    place = f'File "{tmp_path / "broken.py"}", line 6, in steps\n    {failure}\n'
+    assert said.startswith("Traceback") and place in said
+    after = said.partition(place)[2]
+    assert says in after
+    if "SystemExit" not in says and "KeyboardInterrupt" not in says:
+        assert re.search(r"\nThe completion was '\d+", after)
+    assert not list(tmp_path.glob("runs/a/error*"))
+
+
+@pytest.mark.parametrize(("failure", "value"), [
+    ('return float("nan")', "nan"), ("return 1e308", "1e+308"), ("return None", "None")])
+def test_a_reward_that_is_no_number_ends_the_run_with_what_it_was_and_the_completion(
+        failure, value, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.py").write_text(BROKEN.format(failure=failure))
+    assert start([*SMALL, "task.name=broken.py", "data.max_rows=100", "run.dir=runs"]) == 1
+    assert re.search(rf"\nTypeError: reward_function returned \{{'answer': 0.0, 'format': "
+                     rf"{re.escape(value)}\}}, and not a number up to 1e\+09 for each of format, "
+                     r"answer\nThe completion was '\d+", capsys.readouterr().err)
 
 
 class Enough(Exception):
@@ -263,11 +275,11 @@ def test_a_reward_that_does_not_answer_shows_again_and_again_where_it_stands_unt
             hang()
         return {"right": 1.0}
 
-    trajectories = [main.Trajectory({"slow": i == 1}, [], [0], "", False) for i in range(3)]
+    group = [main.Trajectory(main.Question({"slow": i == 1}, []), [0], "", False) for i in range(3)]
     own = SimpleNamespace(reward_function=reward_function, REWARD_WEIGHTS={"right": 1.0},
                           SOLVED="right")
-    main.score(trajectories, own, NO_BAR)
-    assert [trajectory.reward for trajectory in trajectories] == [1.0] * 3
+    main.score(SimpleNamespace(task=own, log=SILENT_LOG), [group])
+    assert [trajectory.reward for trajectory in group] == [1.0] * 3
     said = capfd.readouterr().err
     assert said.count(f"in {hang.__name__}") >= 3
     assert re.search(rf'File "{__file__}", line \d+ in {hang.__name__}', said)
@@ -293,21 +305,38 @@ def test_a_part_of_the_reward_cannot_have_the_name_of_a_metric(part, tmp_path):
         "from countdown import load\n\nSOLVED = 'right'\n"
         f"REWARD_WEIGHTS = {{'right': 1.0, '{part}': 0.5}}\n"
         "def reward_function(completion, row):\n    return dict.fromkeys(REWARD_WEIGHTS, 0.0)\n")
-    with pytest.raises(main.UserError, match=f"own.py.*'{part}'.*name metrics"):
+    with pytest.raises(UserError, match=f"own.py': a metric has the name '{part}'; call this part"):
         main.load_task(make_config(task__name=str(tmp_path / "own.py")))
 
 
-@pytest.mark.parametrize(("load", "says"), [
-    ("return [{'question': 1}]", "KeyError: 'prompt'"), ("return 3", "TypeError"),
-    ("raise KeyError('column')", "KeyError: 'column'")])
-def test_a_tasks_load_that_fails_is_named(load, says, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "broken.py").write_text(
+def start_with(load, folder):
+    """Of a task whose `load` has this body."""
+    (folder / "broken.py").write_text(
         "from countdown import SOLVED, REWARD_WEIGHTS, reward_function\n\n\n"
         "def load(dataset, max_rows):\n    " + load)
-    assert start([*SMALL, "task.name=broken.py", "run.dir=runs"]) == 2
+    return start([*SMALL, "task.name=broken.py", "run.dir=runs"])
+
+
+@pytest.mark.parametrize(("load", "says"), [
+    ("return [{'question': 1}]", ("task.name='broken.py': load() has to return dictionaries with a "
+                                  "text as prompt, and row 1 is {'question': 1}")),
+    ("raise ValueError('data.dataset: no\\nsuch column')", "data.dataset: no such column")])
+def test_what_a_tasks_load_refuses_or_should_have_returned_is_one_line(
+        load, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert start_with(load, tmp_path) == 2
+    assert capsys.readouterr().err == f"error: {says}\n"
+
+
+@pytest.mark.parametrize(("load", "says"), [
+    ("return sum(None)", "TypeError: 'NoneType' object is not iterable"),
+    ("raise KeyError('column')", "KeyError: 'column'")])
+def test_a_tasks_load_that_fails_shows_its_own_traceback(load, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert start_with(load, tmp_path) == 1
     said = capsys.readouterr().err
-    assert "broken.py" in said and "load()" in said and says in said and "Traceback" not in said
+    assert f'File "{tmp_path / "broken.py"}", line 5, in load\n    {load}\n' in said
+    assert said.startswith("Traceback") and said.endswith(f"{says}\n")
 
 
 def test_the_own_task_of_the_docs_runs_as_it_stands(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import gradient, make_config, make_model, make_trajectories, relative_error, start
 from processes import ROOT, ranks
+from safetensors.torch import load_file
 from test_learning import (
     ARCHITECTURE,
     BOUND,
@@ -22,8 +23,8 @@ from test_learning import (
 )
 
 import main
-from machinery.launch import leave
-from machinery.ranks import join, part
+from machinery.launch import end_process
+from machinery.ranks import RANK, WORLD_SIZE, join, leave_group
 
 sys.path.append(str(ROOT / "bench"))
 from kl import measured
@@ -111,17 +112,16 @@ def learn_from_shares(folder, cases):
     join()
     for number, case in enumerate(cases):
         batch = make_case(case["idle_share"])
-        share = batch[main.RANK * len(batch) // main.WORLD_SIZE:
-                      (main.RANK + 1) * len(batch) // main.WORLD_SIZE]
-        assert len(share) == QUESTIONS * GROUP // main.WORLD_SIZE
+        share = batch[RANK * len(batch) // WORLD_SIZE:(RANK + 1) * len(batch) // WORLD_SIZE]
+        assert len(share) == QUESTIONS * GROUP // WORLD_SIZE
         dtype = getattr(torch, case["dtype"])
         model = make_model(ARCHITECTURE[dtype], dtype)
         metrics = learn(model, share, training__tokens_per_micro_batch=60, **case["keys"])
-        if main.RANK == 0:
+        if RANK == 0:
             torch.save(gradient(model).clone(), folder / f"{number}.pt")
             (folder / f"{number}.json").write_text(json.dumps(metrics))
-    part()
-    leave(0)
+    leave_group()
+    end_process(0)
 
 
 @pytest.mark.parametrize("idle", [False, True], ids=["all learn", "one idle"])
@@ -217,7 +217,8 @@ def test_advantages_over_the_mean_are_those_of_maxrl():
 
 def test_sil_learns_from_the_k_best_alone_whatever_the_normaliser_counts():
     config = make_config(training__learning_type="sil", training__k_best_of_n=[2, 4])
-    group = [main.Trajectory({}, [], [0] * length, "", False, reward=reward)
+    question = main.Question({}, [])
+    group = [main.Trajectory(question, [0] * length, "", False, reward=reward)
              for length, reward in ((1, 0.1), (2, 1.1), (3, 0.0), (4, 0.6))]
     assert (main.compute_advantages(group, config.training, random.Random(0))
             == [group[1], group[3]])
@@ -225,7 +226,7 @@ def test_sil_learns_from_the_k_best_alone_whatever_the_normaliser_counts():
     assert main.compute_advantages(group, everything.training, random.Random(0)) == group
 
 
-def test_a_later_update_that_is_not_finite_is_skipped_and_said_and_its_step_is_not_saved(
+def test_a_later_update_that_is_not_finite_is_skipped_and_said_and_the_one_before_it_stays(
         tmp_path, monkeypatch, capsys):
     keys = ["training.max_steps=2", "training.max_new_gen_tokens=24",
             "training.num_samples_per_step=2", "training.k_best_of_n=[4,4]",
@@ -247,5 +248,10 @@ def test_a_later_update_that_is_not_finite_is_skipped_and_said_and_its_step_is_n
              if '"reward"' in line]
     assert [(step["updated"], step["non_finite"]) for step in steps] == [(2, 0), (1, 1)]
     assert steps[1]["kl"] is not None and "step    2" in capsys.readouterr().out
-    # what it has half changed belongs to no step
-    assert [path.name for path in (tmp_path / "a" / "checkpoints").iterdir()] == ["step-000001"]
+    first, second = (load_file(tmp_path / "a" / "checkpoints" / f"step-00000{step}"
+                               / "tensors-1.safetensors") for step in (1, 2))
+    assert all(tensor.isfinite().all() for tensor in second.values())
+    counts = [{float(tensor) for name, tensor in tensors.items() if name.endswith("/step")}
+              for tensors in (first, second)]
+    assert counts == [{2}, {3}] and any(not torch.equal(first[name], second[name])
+                                        for name in first if "/" not in name)

@@ -15,7 +15,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (
-    NO_BAR,
     make_config,
     make_model,
     make_policy,
@@ -26,15 +25,16 @@ from conftest import (
 )
 from processes import ROOT, ranks
 from test_learning import GROUP, QUESTIONS, TEMPERATURE, learning_config, start_of
-from test_logger import make_logger
 from test_run import CHANGE, SHORT
-from test_sampling import PROMPTS, sample_from, sampling_run, tokenizer_of
+from test_sampling import PROMPTS, sample_from, sampling_run
 
 import main
-from machinery.launch import leave
+from machinery import advice
+from machinery.launch import end_process
+from machinery.metrics import change_metrics, sampler_metrics, sampling_metrics
 from machinery.model import add_adapters
-from machinery.ranks import join, part
-from machinery.settings import ADVICE, KEYS
+from machinery.ranks import RANK, WORLD_SIZE, join, leave_group
+from machinery.settings import KEYS
 
 KL = {"training__kl_beta": 0.04}
 MASK = {"training__mask_truncated": True}
@@ -42,9 +42,7 @@ TWICE = {"training__updates_per_batch": 2, "training__clip": [0.2, 0.28]}
 TINY_RATE = 3e-7  # some tokens then change by more than what counts as moved, and some by less
 # What both sides compute in float64 differs by 1e-15 in each token's change, which is some 1e-6.
 NEAR = {"rel": 1e-5, "nan_ok": True}
-SIGNS = [sign for topic in ADVICE["first_step"] for sign in topic["signs"]]
-BAD_SIGNS = [sign for sign in SIGNS if sign[3].startswith("! ")]
-GAP_LIMIT, = (low for sign, low, *_ in BAD_SIGNS if sign == "sampler_gap")
+GAP_LIMIT = 0.005  # from here on, `sampler_gap` is a bad sign
 
 
 # ---------------------------------------------------------------- how log pi has changed
@@ -61,9 +59,9 @@ def updated(trajectories, **overrides):
     optimizer = torch.optim.SGD(run.policy.parameters(), TINY_RATE)
     answers = [dataclasses.replace(trajectory) for trajectory in trajectories]
     for _ in range(config.training.updates_per_batch):
-        if main.policy_gradient(run, answers, NO_BAR)["updated"]:
+        if main.policy_gradient(run, answers)["updated"]:
             optimizer.step()
-    return model, main.change_metrics(run, main.learned_from(answers, config.training))
+    return model, change_metrics(run, answers)
 
 
 def plain_change(model, trajectories, mask_truncated=False):
@@ -73,7 +71,7 @@ def plain_change(model, trajectories, mask_truncated=False):
     moved = moved_as_meant = 0
     all_change, as_meant, rewarded, punished = [], [], [], []
     for trajectory, old, new in zip(trajectories, before, after, strict=True):
-        if mask_truncated and trajectory.truncated:
+        if mask_truncated and trajectory.is_truncated:
             continue
         for t in range(len(trajectory.completion_ids)):
             change = new[t].item() - old[t].item()
@@ -88,11 +86,11 @@ def plain_change(model, trajectories, mask_truncated=False):
                 moved, moved_as_meant = moved + 1, moved_as_meant + meant
             assert abs(abs(change) - 1e-6) > 1e-11  # no rounding decides whether it has
     if not all_change:
-        return dict.fromkeys(CHANGE, math.nan) | {"sampler_stale": 0.0}
+        return dict.fromkeys(CHANGE, math.nan)
     return {"moved": moved / len(all_change), "moved_as_meant": moved_as_meant / moved,
             "change_as_meant": sum(as_meant) / sum(all_change),
             "change_rewarded": sum(rewarded) / len(rewarded),
-            "change_punished": sum(punished) / len(punished), "sampler_stale": 0.0}
+            "change_punished": sum(punished) / len(punished)}
 
 
 @pytest.mark.mathematics
@@ -102,8 +100,8 @@ def test_the_change_of_log_pi_is_that_from_the_models_logits_before_and_after(ke
     """Of answers of ragged lengths, from some of which nothing is learned."""
     trajectories = make_trajectories(QUESTIONS * GROUP)
     assert len({len(trajectory.completion_ids) for trajectory in trajectories}) > 5
-    assert {(trajectory.advantage == 0, trajectory.truncated) for trajectory in trajectories} >= {
-        (False, False), (False, True), (True, False)}
+    kinds = {(trajectory.advantage == 0, trajectory.is_truncated) for trajectory in trajectories}
+    assert kinds >= {(False, False), (False, True), (True, False)}
     model, measured = updated(trajectories, **keys)
     expected = plain_change(model, trajectories, mask_truncated=keys.keys() >= MASK.keys())
     assert set(measured) == CHANGE and measured == pytest.approx(expected, **NEAR)
@@ -138,7 +136,7 @@ def batch_of(num_idle):
 def measured_gap(run, answers):
     """Where the sampler shares the weights of the model that learns."""
     run.model = run.sampler = run.policy.module.model
-    measured = main.sampler_metrics(run, answers)
+    measured = sampler_metrics(run, answers)
     assert measured["sampler_distance"] == 0
     return measured["sampler_gap"]
 
@@ -149,14 +147,13 @@ def measure_shares(folder, cases):
     found = []
     for num_idle, keys in cases:
         batch = batch_of(num_idle)
-        share = batch[main.RANK * len(batch) // main.WORLD_SIZE:
-                      (main.RANK + 1) * len(batch) // main.WORLD_SIZE]
+        share = batch[RANK * len(batch) // WORLD_SIZE:(RANK + 1) * len(batch) // WORLD_SIZE]
         model = make_model("gpt2", torch.float64)
         gap = measured_gap(make_policy(model, learning_config()), share)
         found.append(updated(share, **keys)[1] | {"sampler_gap": gap})
-    (folder / f"{main.RANK}.json").write_text(json.dumps(found))
-    part()
-    leave(0)
+    (folder / f"{RANK}.json").write_text(json.dumps(found))
+    leave_group()
+    end_process(0)
 
 
 @pytest.mark.mathematics
@@ -177,26 +174,35 @@ def test_two_ranks_measure_the_whole_batch_also_where_one_has_nothing_to_learn_f
             plain_change(model, trajectories, keys.keys() >= MASK.keys()), **NEAR), (num_idle, keys)
 
 
-@pytest.mark.parametrize(("precision", "lacks"), [("mixed", 2), ("float32", 0)])
-def test_a_sampler_is_stale_by_the_weights_that_it_lacks_and_by_no_rounding(
-        precision, lacks, one_rank):
-    """In mixed precision it has them in bfloat16, which is not another weight; else it shares
-    them."""
-    config = make_config(model__precision=precision)
-    run = make_policy(make_model(), config)
-    run.model = run.policy.module.model
-    run.sampler = main.make_sampler(run.model, tokenizer_of(0, 0), config)
-
-    def stale():
-        return main.change_metrics(run, [])["sampler_stale"]
-
-    assert stale() == 0
-    with torch.no_grad():
-        run.model.model.norm.weight += 0.37
-        run.model.model.embed_tokens.weight[3, 3] += 0.37
-    assert stale() == lacks
-    main.refresh_sampler(run.sampler, run.model)
-    assert stale() == 0
+@pytest.mark.parametrize("refreshed", [True, False])
+@pytest.mark.parametrize("lora_rank", [0, 4])
+@pytest.mark.parametrize("precision", ["mixed", "float32"])
+def test_after_learning_the_sampler_has_the_weights_of_the_model(
+        precision, lora_rank, refreshed, one_rank, monkeypatch):
+    """In mixed precision it has them in bfloat16; else it shares them. Where it is a copy, it would
+    stay as it was, if `learn` did not refresh it."""
+    config = make_config(
+        model__precision=precision, model__lora_rank=lora_rank, training__warmup_steps=0,
+        training__learning_rate=0.01, training__updates_per_batch=2)
+    model = make_model()
+    if lora_rank:
+        add_adapters(model, config)
+    run = make_policy(model, config)
+    run.model, run.sampler, run.step = model, main.make_sampler(model, config), 1
+    run.optimizer = torch.optim.AdamW(run.policy.parameters())
+    before = [parameter.detach().clone() for parameter in run.sampler.parameters()]
+    if not refreshed:
+        monkeypatch.setattr(main, "refresh_sampler", lambda sampler, model: None)
+    updates = main.learn(run, make_trajectories(8))
+    assert [update["updated"] for update in updates] == [1, 1]
+    is_copy = precision == "mixed"
+    for sampled_from, learned, old in zip(
+            run.sampler.parameters(), model.parameters(), before, strict=True):
+        assert sampled_from.dtype == (torch.bfloat16 if is_copy else torch.float32)
+        assert (sampled_from is learned) == (not is_copy)
+        is_equal = torch.equal(sampled_from, learned.to(sampled_from.dtype))
+        assert is_equal == (refreshed or not is_copy or not learned.requires_grad)
+        assert torch.equal(sampled_from, old) == (not is_equal or not learned.requires_grad)
 
 
 # ---------------------------------------------------------------- the sampler and the learner
@@ -263,20 +269,20 @@ def test_the_distance_is_that_of_the_samplers_own_logits_from_the_learners(lora_
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.1)
     run = make_policy(model, config)
-    run.model, run.sampler = model, main.make_sampler(model, tokenizer_of(0, 0), config)
+    run.model, run.sampler = model, main.make_sampler(model, config)
     torch.manual_seed(0)
     answers = sample_from(sampling_run(run.sampler, training__max_new_gen_tokens=20), PROMPTS, 40)
-    measured = main.sampler_metrics(run, answers)
+    measured = sampler_metrics(run, answers)
     expected = []
     for answer in answers:
         ids = torch.tensor([answer.prompt_ids + answer.completion_ids])
         with torch.no_grad():
-            drawn_from = run.sampler(ids).logits[0].double().log_softmax(-1)
+            sampled_from = run.sampler(ids).logits[0].double().log_softmax(-1)
             with torch.autocast("cpu", torch.bfloat16):
                 learner = model(ids).logits[0].double().log_softmax(-1)
         for t, token in enumerate(answer.completion_ids, start=len(answer.prompt_ids) - 1):
-            expected.append(abs(float(drawn_from[t, token] - learner[t, token])))
-    # reading each prompt once, and rows side by side, rounds otherwise in bfloat16
+            expected.append(abs(float(sampled_from[t, token] - learner[t, token])))
+    # processing each prompt once, and rows side by side, rounds otherwise in bfloat16
     assert measured["sampler_distance"] == pytest.approx(fmean(expected), rel=0.2, abs=1e-3)
     # frozen weights, and so all that is computed, are bfloat16 on both sides
     assert measured["sampler_gap"] == 0 and (fmean(expected) < 1e-3) == (lora_rank > 0)
@@ -285,7 +291,7 @@ def test_the_distance_is_that_of_the_samplers_own_logits_from_the_learners(lora_
     with torch.no_grad():
         for parameter in run.sampler.parameters():
             parameter += torch.randn_like(parameter) * 0.02 * parameter.std()
-    noisy = main.sampler_metrics(run, answers)
+    noisy = sampler_metrics(run, answers)
     assert noisy["sampler_distance"] > 2 * measured["sampler_distance"] + 0.01
 
 
@@ -293,17 +299,16 @@ def test_the_distance_is_that_of_the_samplers_own_logits_from_the_learners(lora_
 
 def test_groups_are_all_or_none_solved_by_the_solved_part_and_not_by_their_rewards(one_rank):
     task = SimpleNamespace(REWARD_WEIGHTS={"style": 1.0}, SOLVED="right")  # which pays nothing
-    groups = [[main.Trajectory({}, [], [0], "", False, {"right": right, "style": style}, style)
+    question = main.Question({}, [])
+    groups = [[main.Trajectory(question, [0], "", False, {"right": right, "style": style}, style)
                for right, style in group] for group in [
         [(1, 0.0), (1, 1.0)], [(1, 0.5), (1, 0.5)], [(1, 0.0), (2, 0.0)],     # all
         [(0, 0.0), (0, 1.0)], [(0, 1.0), (-1, 1.0)],                          # none
         [(1, 1.0), (0, 1.0)], [(0, 0.0), (1, 0.0)], [(0.5, 1.0), (0.9, 1.0)]  # some, or by halves
     ]]
     seconds = {"sample": 1.0, "score": 1.0, "refill": 0.0, "learn": 1.0}
-    run = SimpleNamespace(task=task, log=SimpleNamespace(seconds=seconds),
-                          optimizer=SimpleNamespace(param_groups=[{"lr": 1.0}]))
-    update = {"loss": 0.0, "learned": 1, "updated": 1, "non_finite": 0}
-    metrics = main.step_metrics(run, groups, groups, [update], {})
+    run = SimpleNamespace(task=task, log=SimpleNamespace(seconds=seconds))
+    metrics = sampling_metrics(run, groups, groups)
     assert metrics["groups_all_solved"] == 3 / 8 and metrics["groups_none_solved"] == 2 / 8
     assert metrics["groups_without_signal"] == 6 / 8
 
@@ -314,6 +319,38 @@ QUICK = ["training.num_samples_per_step=4", "training.max_new_gen_tokens=80",
          "training.max_steps=1", "training.seed=6", "validation.best_of_n=1",
          "data.num_validation=1", "data.max_rows=2000"]
 NOTHING_OFF = "  nothing is off"
+# how each bad sign begins
+SIGNS = {
+    "truncated": "! too many answers are truncated",
+    "reward/right": "! reward/right is 0 on average",
+    "reward/answer": "! reward/answer is 0 on average",
+    "groups_none_solved": "! the questions are too hard",
+    "groups_all_solved": "! the questions are too easy",
+    "groups_without_signal": "! equal rewards in a group",
+    "non_finite": "! the gradient is not finite",
+    "grad_norm": "! the gradient is 0",
+    "moved": "! almost nothing has changed",
+    "change": "! answers with a positive advantage became less likely",
+    "sampler_gap": "! the answers were not sampled from the policy that is trained",
+}
+# which metrics the four lines show that every first step gets, in their order
+SHOWN = [
+    ["truncated"],
+    ["groups_without_signal", "groups_all_solved", "groups_none_solved"],
+    ["change_rewarded", "change_punished", "change_as_meant"],
+    ["sampler_distance", "sampler_gap"],
+]
+
+
+def bad_signs(lines):
+    """Which of the signs these lines are, each with what is said of it. All others are no signs."""
+    signs = {}
+    for line in lines:
+        if line.startswith("! "):
+            [sign] = [name for name, begin in SIGNS.items() if line.startswith(begin)]
+            assert sign not in signs
+            signs[sign] = line
+    return signs
 
 
 @pytest.fixture
@@ -324,19 +361,18 @@ def first_step(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "1000")  # a line for each sign
 
     def run(*more):
-        arguments = [*QUICK, *more, f"run.dir={tmp_path}", "run.name=a"]
-        assert start(arguments) == 0
+        assert start([*QUICK, *more, f"run.dir={tmp_path}", "run.name=a"]) == 0
         out = capsys.readouterr().out
         _, below = out.split("\nstep    1 ")
         lines = below[:below.index("\nevaluation at step 1:")].splitlines()[1:]
         metrics = read_jsonl(tmp_path / "a" / "metrics.jsonl")[1]
-        texts = {f"  {look.format(name=name, **dict(main.load_config(arguments)))}": name
-                 for sign, _, _, look in SIGNS for name in metrics if re.fullmatch(sign, name)}
-        topics, looks = lines[:len(ADVICE["first_step"])], lines[len(ADVICE["first_step"]):]
-        signs = {texts[line]: line for line in looks if line.startswith("  ! ")}
-        assert (looks[-1] == NOTHING_OFF) == (not signs)
-        assert all(line in texts for line in (looks if signs else looks[:-1]))
-        assert out.count("\n  ! ") == len(signs) and "nan" not in "".join(topics)
+        assert all(line.startswith("  ") for line in lines)
+        measured, said = lines[:len(SHOWN)], lines[len(SHOWN):]
+        signs = bad_signs([line.removeprefix("  ") for line in said])
+        assert (said[-1] == NOTHING_OFF) == (not signs)
+        harmless = [line for line in said if not line.startswith("  ! ") and line != NOTHING_OFF]
+        assert all(" is 1 on average" in line for line in harmless)
+        assert out.count("\n  ! ") == len(signs) and "nan" not in "".join(measured)
         return signs, metrics, "\n".join(lines)
 
     return run
@@ -349,16 +385,74 @@ def test_of_a_healthy_run_it_is_said_that_nothing_is_off(precision, first_step):
     assert not signs and said.endswith(f"\n{NOTHING_OFF}")
     assert metrics["change_rewarded"] > 0 > metrics["change_punished"]
     # What is shown is what is measured.
-    for topic, line in zip(ADVICE["first_step"], said.splitlines()):
-        names = re.findall(r"{(.*?):", topic["says"])
+    for names, line in zip(SHOWN, said.splitlines()):
         shown = [float(number) / (100 if percent else 1)
                  for number, percent in re.findall(r"([-+]?\d+(?:\.\d+)?)(%?)", line)]
         assert shown == pytest.approx([metrics[name] for name in names], rel=0.01, abs=0.005)
-    # All that the advice speaks of is measured,
-    for sign, low, high, _ in BAD_SIGNS:  # and none of it is near
-        names = [name for name in metrics if re.fullmatch(sign, name)]
-        assert names and low <= high, sign
-        assert all(not low <= metrics[name] <= high for name in names), names
+    # All that the advice speaks of is measured.
+    assert set(HEALTHY) <= set(metrics)
+
+
+# ---------------------------------------------------------------- made-up first steps
+
+HEALTHY = {
+    "truncated": 0.1, "groups_without_signal": 0.3, "groups_all_solved": 0.1,
+    "groups_none_solved": 0.2, "reward/answer": 0.4, "reward/answer_std": 0.2,
+    "reward/format": 0.9, "reward/format_std": 0.0, "non_finite": 0, "grad_norm": 0.5,
+    "moved": 0.4, "change_rewarded": 0.004, "change_punished": -0.004, "change_as_meant": 0.8,
+    "sampler_distance": 0.003, "sampler_gap": 0.0}
+JUST = 1e-9
+
+
+def look(**numbers):
+    """What is said of a healthy first step in which these metrics are something else."""
+    return advice.look_at_first_step({**HEALTHY, **numbers}, make_config())
+
+
+def test_a_made_up_healthy_step_has_no_sign():
+    assert look()[len(SHOWN):] == ["nothing is off"]
+
+
+@pytest.mark.parametrize(("metric", "last_good", "first_bad", "sign"), [
+    ("truncated", 0.5 - JUST, 0.5, "truncated"),
+    ("truncated", 0.5 - JUST, 1.0, "truncated"),
+    ("reward/answer", JUST, 0, "reward/answer"),
+    ("groups_none_solved", 0.9 - JUST, 0.9, "groups_none_solved"),
+    ("groups_all_solved", 0.9 - JUST, 0.9, "groups_all_solved"),
+    ("groups_without_signal", 0.9 - JUST, 0.9, "groups_without_signal"),
+    ("non_finite", 0, 1, "non_finite"),
+    ("grad_norm", JUST, 0, "grad_norm"),
+    ("moved", 0.01 + JUST, 0.01, "moved"),
+    ("moved", 0.01 + JUST, 0.0, "moved"),
+    ("change_rewarded", -0.02 + JUST, -0.02, "change"),
+    ("change_rewarded", 1e9, -1e9, "change"),
+    ("change_as_meant", 0.3 + JUST, 0.3, "change"),
+    ("change_as_meant", 1.0, 0.0, "change"),
+    ("sampler_gap", GAP_LIMIT - JUST, GAP_LIMIT, "sampler_gap"),
+    ("sampler_gap", GAP_LIMIT - JUST, 1e9, "sampler_gap")])
+def test_each_sign_begins_where_it_should(metric, last_good, first_bad, sign):
+    assert bad_signs(look(**{metric: last_good})) == {}
+    assert look(**{metric: last_good})[-1] == "nothing is off"
+    assert set(bad_signs(look(**{metric: first_bad}))) == {sign}
+    assert "nothing is off" not in look(**{metric: first_bad})
+    assert bad_signs(look(**{metric: None})) == {}  # None is no number, and no sign of anything.
+
+
+def test_of_several_signs_of_an_update_the_first_is_said_because_it_explains_the_others():
+    wrong = {"change_as_meant": 0.1, "moved": 0.0, "grad_norm": 0, "non_finite": 1}
+    for metric, sign in (("non_finite", "non_finite"), ("grad_norm", "grad_norm"),
+                         ("moved", "moved"), ("change_as_meant", "change")):
+        assert set(bad_signs(look(**wrong))) == {sign}
+        del wrong[metric]
+    assert set(bad_signs(look(change_as_meant=0.1, truncated=1, sampler_gap=1))) == {
+        "truncated", "change", "sampler_gap"}
+
+
+def test_a_reward_that_is_1_on_average_is_told_and_is_no_bad_sign():
+    said = look(**{"reward/format": 1})
+    assert said[-2].startswith("reward/format is 1 on average") and said[-1] == "nothing is off"
+    # Its spread is no part of the reward.
+    assert look(**{"reward/format_std": 1}) == look(**{"reward/format_std": 0}) == look()
 
 
 def named(line, *keys):
@@ -366,35 +460,28 @@ def named(line, *keys):
     return all(key in line for key in keys)
 
 
-def test_what_has_no_number_is_shown_as_that(tmp_path, capsys):
-    log = make_logger(tmp_path, is_terminal=False)
-    metrics = {name: 1.0 for topic in ADVICE["first_step"]
-               for name in re.findall(r"{(.*?):", topic["says"])}
-    log._look_at({**metrics, "change_rewarded": -12.3456, "change_punished": None,
-                  "groups_none_solved": 0.125, "moved": 1.0})
-    said = " ".join(capsys.readouterr().out.split())
-    assert "100%" in said and "12%" in said and " -12.34560 " in said and "n/a in punished" in said
+def test_what_has_no_number_is_shown_as_that():
+    said = " ".join(look(truncated=1.0, change_rewarded=-12.3456, change_punished=None,
+                         groups_none_solved=0.125))
+    assert "100%" in said and "12%" in said and " -12.34560 " in said
+    assert "by n/a in answers with a negative advantage" in said and "nan" not in said
 
 
-def test_where_nothing_was_learned_no_change_is_told(tmp_path, capsys):
-    log = make_logger(tmp_path, is_terminal=False)
-    metrics = {name: 0.0 for topic in ADVICE["first_step"]
-               for name in re.findall(r"{(.*?):", topic["says"])}
-    log._look_at({name: None if name.startswith("change") else value
-                  for name, value in metrics.items()})
-    said = " ".join(capsys.readouterr().out.split())
-    assert "nothing was learned from, so no log p has changed" in said and "n/a" not in said
+def test_where_nothing_was_learned_no_change_is_told():
+    nothing = dict.fromkeys(
+        ["moved", "change_rewarded", "change_punished", "change_as_meant", "grad_norm"])
+    said = look(**nothing, groups_without_signal=1.0)
+    assert said[2] == "there was nothing to learn from, so no log p has changed"
+    assert "n/a" not in " ".join(said) and set(bad_signs(said)) == {"groups_without_signal"}
 
 
-def test_a_first_step_of_which_nothing_is_known_is_not_called_healthy(tmp_path, capsys):
+def test_a_first_step_of_which_nothing_is_known_is_not_called_healthy():
     """Some of the new log-probabilities are not finite, or no answer was learned from."""
-    log = make_logger(tmp_path, is_terminal=False)
-    metrics = {name: 0.0 for topic in ADVICE["first_step"]
-               for name in re.findall(r"{(.*?):", topic["says"])}
-    log._look_at({**metrics, "moved": None, "change_as_meant": None})
-    said = capsys.readouterr().out
-    assert "nothing is off" not in said and said.endswith("\n  no numbers to judge by\n")
+    said = look(moved=None, change_as_meant=None)
+    assert "nothing is off" not in said and said[-1] == "no numbers to judge by"
 
+
+# ---------------------------------------------------------------- first steps of real runs
 
 def test_a_learning_rate_that_is_next_to_nothing_is_found(first_step):
     signs, metrics, _ = first_step("training.learning_rate=1e-30",
@@ -421,7 +508,7 @@ def reward_function(completion, row):
     return {{"right": {value}}}
 """)
     signs, metrics, said = first_step(f"task.name={path}")
-    # A part that all answers get is nothing bad as such: the form, say.
+    # A part that all answers get is nothing bad as such: the format, say.
     assert list(signs) == ["reward/right"][value:] + [difficulty, "groups_without_signal"]
     assert f"reward/right is {value} on average" in said
     assert value or named(signs["reward/right"], "reward_function", "task.reward_weights")
@@ -430,13 +517,12 @@ def reward_function(completion, row):
     assert named(signs["groups_without_signal"], "task.reward_weights", "training.k_best_of_n",
                  "data.dataset")
     assert metrics["updated"] == 0
-    assert {metrics[name] for name in CHANGE - {"sampler_stale"}} == {None}
-    assert metrics["sampler_stale"] == 0 and metrics["grad_norm"] is None
+    assert {metrics[name] for name in CHANGE} == {None} and metrics["grad_norm"] is None
 
 
 def test_a_stop_token_that_never_comes_is_found(first_step, tmp_path):
     """As in a folder whose settings name another than the model has learned to end with: it goes on
-    behind its own until it is cut off."""
+    behind its own until it is truncated."""
     folder = tmp_path / "model"
     shutil.copytree(ROOT / "tiny" / "model", folder)
     for name, key, other in (("config.json", "eos_token_id", 1),
@@ -470,13 +556,8 @@ def test_adapters_that_do_not_learn_are_found(first_step, monkeypatch):
     assert metrics["updated"] == 1 and metrics["grad_norm"] == 0 == metrics["moved"]
 
 
-@pytest.mark.parametrize(("noise", "refreshed", "sign"), [
-    (0.0, False, "sampler_stale"), (0.03, False, "sampler_stale"), (0.03, True, "sampler_gap")])
-def test_a_sampler_with_weights_of_its_own_is_found(
-        noise, refreshed, sign, first_step, monkeypatch):
-    """A copy that is never refreshed is stale after the first update. One that was another model
-    from the start shows in what it has sampled, also where it is refreshed from then on. Of the two
-    the first is said, since it tells why."""
+def test_a_sampler_that_is_another_model_is_found(first_step, monkeypatch):
+    """It shows in what was sampled, although it is refreshed from then on."""
     prepare = main.prepare
 
     def prepare_with_a_copy(*arguments):
@@ -484,29 +565,24 @@ def test_a_sampler_with_weights_of_its_own_is_found(
         run.sampler = copy.deepcopy(run.sampler)
         with torch.no_grad():
             for parameter in run.sampler.parameters():
-                parameter.add_(torch.randn_like(parameter), alpha=noise)
+                parameter.add_(torch.randn_like(parameter), alpha=0.03)
         return run
 
     monkeypatch.setattr(main, "prepare", prepare_with_a_copy)
-    if not refreshed:
-        monkeypatch.setattr(main, "refresh_sampler", lambda sampler, model: None)
     signs, metrics, _ = first_step()
-    assert list(signs) == [sign]
-    assert named(signs[sign], *{"sampler_stale": ["refresh_sampler", "model.precision (float32)"],
-                                "sampler_gap": ["sampling.temperature (1.0)"]}[sign])
-    assert metrics["sampler_gap"] > 2 * GAP_LIMIT if noise else metrics["sampler_gap"] == 0
-    assert (metrics["sampler_stale"] > 0) == (not refreshed)
+    assert list(signs) == ["sampler_gap"] and metrics["sampler_gap"] > 2 * GAP_LIMIT
+    assert named(signs["sampler_gap"], "sampling.temperature (1.0)")
 
 
 def test_a_temperature_that_the_loss_does_not_know_is_found(first_step, monkeypatch):
     class Policy(main.Policy):
-        def __init__(self, *arguments):
-            super().__init__(*arguments)
+        def __init__(self, *arguments, **named):
+            super().__init__(*arguments, **named)
             self.temperature = 1.0
 
     monkeypatch.setattr(main, "Policy", Policy)
     signs, metrics, _ = first_step("sampling.temperature=1.8")
-    assert list(signs) == ["sampler_gap"] and metrics["sampler_stale"] == 0
+    assert list(signs) == ["sampler_gap"] and metrics["sampler_gap"] > GAP_LIMIT
     assert named(signs["sampler_gap"], "sampling.temperature (1.8)", "sampling.top_p (1.0)",
                  "sampling.top_k (0)")
 
@@ -520,18 +596,18 @@ def test_a_loss_of_the_wrong_sign_is_found(first_step, monkeypatch):
 
     monkeypatch.setattr(main, "policy_loss", wrong)
     signs, metrics, _ = first_step()
-    assert list(signs) == ["change_as_meant"]
-    assert named(signs["change_as_meant"], "training.learning_rate (3e-05)", "policy_loss")
+    assert list(signs) == ["change"]
+    assert named(signs["change"], "training.learning_rate (3e-05)", "policy_loss")
     assert metrics["change_rewarded"] < 0 < metrics["change_punished"]
 
 
 def test_a_learning_rate_that_ruins_the_model_is_found(first_step):
-    """Then all falls, and often the punished answers further, so that of all change more than a
-    chance share is as meant."""
+    """Then all falls, and often answers with a negative advantage further, so that more than a
+    chance share of all change goes the way the advantage points."""
     signs, metrics, _ = first_step("training.learning_rate=0.3")
     (said,) = signs.values()  # in the words for either sign of it
     assert metrics["change_rewarded"] < -0.02 and metrics["change_as_meant"] > 0.3
-    assert named(said, "has become rarer", "training.learning_rate (0.3)")
+    assert named(said, "became less likely", "training.learning_rate (0.3)")
 
 
 def test_a_first_step_that_is_skipped_is_not_called_one_of_a_low_learning_rate(
@@ -548,7 +624,7 @@ def test_a_first_step_that_is_skipped_is_not_called_one_of_a_low_learning_rate(
     assert named(signs["non_finite"], "model.precision (float32)")
 
 
-def test_sil_is_looked_at_as_well_and_punishes_nothing(first_step):
+def test_sil_is_looked_at_as_well_and_has_no_negative_advantages(first_step):
     signs, metrics, said = first_step("training.learning_type=sil", "training.k_best_of_n=[2,8]")
     assert not signs and said.endswith(f"\n{NOTHING_OFF}")
     assert metrics["change_punished"] is None
@@ -571,7 +647,7 @@ def test_only_the_first_step_is_looked_at_and_not_again_after_a_resumption(tmp_p
     for max_steps in (1, 3):
         assert start([*arguments, f"training.max_steps={max_steps}"]) == 0
         said.append(capsys.readouterr().out)
-    assert "going on from " in said[1]
+    assert "resuming from " in said[1]
     for out, steps in zip(said, ([1], [2, 3])):
         lines = out.splitlines()
         for step in steps:
@@ -588,36 +664,66 @@ def test_only_the_first_step_is_looked_at_and_not_again_after_a_resumption(tmp_p
 
 # ---------------------------------------------------------------- the words
 
-def texts_of(tree):
-    if isinstance(tree, str):
-        yield tree
-    elif isinstance(tree, (dict, list)):
-        for each in tree.values() if isinstance(tree, dict) else tree:
-            yield from texts_of(each)
+def all_texts():
+    """All that the advice can say, with the default settings filled in."""
+    config = make_config(training__shard=True, model__lora_rank=4)
+    texts = [advice.OUT_OF_RANGE, advice.NO_NUMBERS, advice.slow_saving(50.0, 10.0, config)]
+    texts += [advice.out_of_memory(phase, config) for phase in phases()]
+    texts += advice.notes_on_sharding(config, 1)
+    ill = [("truncated", 1), ("reward/answer", 0), ("reward/answer", 1), ("groups_none_solved", 1),
+           ("groups_all_solved", 1), ("groups_without_signal", 1), ("non_finite", 1),
+           ("grad_norm", 0), ("moved", 0), ("moved", None), ("change_rewarded", -1),
+           ("change_as_meant", 0), ("sampler_gap", 1)]
+    for metric, value in ill:
+        texts += look(**{metric: value})
+    texts += look(change_rewarded=None, change_punished=None, change_as_meant=None)
+    return texts
+
+
+def phases():
+    """Those that there are in a run."""
+    sources = [(ROOT / path).read_text() for path in ("main.py", "machinery/metrics.py")]
+    found = set(re.findall(r'log\.phase\("(\w+)"', "".join(sources)))
+    assert found == {"read", "prepare", "sample", "score", "refill", "measure", "learn",
+                     "evaluate", "save"}
+    return sorted(found)
 
 
 def test_the_advice_speaks_of_keys_and_functions_that_there_are():
     sections = {key.split(".")[0] for key in KEYS}
-    keys = {key for text in texts_of(ADVICE)
+    keys = {key for text in all_texts()
             for key in re.findall(rf"\b(?:{'|'.join(sections)})\.[a-z_]+", text)}
     assert len(keys) > 15 and keys <= set(KEYS)
-    functions = {word for sign in BAD_SIGNS
-                 for word in re.findall(r"(?<![\w.{])[a-z]+_[a-z_]+(?![\w.])", sign[3])}
-    assert functions >= {"refresh_sampler", "policy_loss"}
+    functions = {word for text in all_texts() if text.startswith("! ")
+                 for word in re.findall(r"(?<![\w./])[a-z]+_[a-z_]+(?!\w)", text)}
+    functions -= {"top_p", "top_k"}  # which the sentence before calls sampling.top_p
+    assert functions == {"reward_function", "policy_loss"}
     task = main.load_task(make_config())
     for name in functions:
         assert inspect.isfunction(getattr(main, name, None) or getattr(task, name, None)), name
 
 
+def test_a_text_says_what_a_setting_is_now():
+    config = make_config(training__learning_rate=0.25, sampling__max_rows=7)
+    assert named(advice.out_of_memory("sample", config), "sampling.max_rows (7)")
+    signs = bad_signs(advice.look_at_first_step({**HEALTHY, "moved": 0}, config))
+    assert named(signs["moved"], "training.learning_rate (0.25)")
+
+
 def test_every_text_of_the_advice_can_be_said():
-    """With the default settings filled in where it names them, and in one line."""
-    config = dict(make_config())
-    phases = ("score", "read", "prepare", "sample", "refill", "learn", "evaluate", "save")
-    said = [look.format(name="reward/answer", **config) for *_, look in SIGNS]
-    said += [ADVICE["out_of_memory"][phase].format(**config) for phase in phases]
-    said += [ADVICE["out_of_range"], ADVICE["no_numbers"]]
-    said += [each.format(**config) for each in ADVICE["shard"].values()]
-    said += [topic["without"] for topic in ADVICE["first_step"] if "without" in topic]
-    said += [ADVICE["slow_saving"].format(**config, saving=2.5, step=10.0, rarer=5)]
-    assert all(text and not re.search(r"[{}\n]", text) for text in said)
-    assert set(ADVICE["out_of_memory"]) == set(phases) and all(ADVICE["settings"].values())
+    """In one line, with nothing left to fill in."""
+    texts = all_texts()
+    assert all(text and not re.search(r"[{}\n]", text) for text in texts)
+    found = {sign for sign, begin in SIGNS.items()
+             if any(text.startswith(begin) for text in texts)}
+    assert found == SIGNS.keys() - {"reward/right"}  # which is a part of another task
+
+
+def test_out_of_memory_each_phase_is_told_what_needs_the_memory():
+    config = make_config()
+    needs = {"read": "training.shard", "prepare": "training.shard", "sample": "sampling.max_rows",
+             "refill": "sampling.max_rows", "evaluate": "sampling.max_rows",
+             "score": "the task's reward", "measure": "training.tokens_per_micro_batch",
+             "learn": "training.tokens_per_micro_batch", "save": "RAM"}
+    for phase in phases():
+        assert needs[phase] in advice.out_of_memory(phase, config)

@@ -122,9 +122,9 @@ def test_every_part_is_known_to_both_files_and_belongs_to_a_call():
 
 def test_the_pack_holds_what_main_py_needs_beside_torch_and_names_no_host():
     lines = gpu.pinned("3.12")
-    names = {line.split("==")[0].lower() for line in lines}
+    names = {gpu.plain_name(line.split("==")[0]) for line in lines}
     assert set(lines) <= set((ROOT / "requirements.txt").read_text().splitlines())
-    assert {"transformers", "tokenizers", "huggingface_hub", "pydantic_core", "peft", "accelerate",
+    assert {"transformers", "tokenizers", "huggingface-hub", "pydantic-core", "peft", "accelerate",
             "psutil", "tqdm", "python-dotenv", "pyyaml", "regex"} <= names
     assert not names & {"torch", "numpy", "safetensors", "datasets", "pyarrow", "sympy"}
     for name in ("gpu.py", "gpu_parts.py"):

@@ -2,15 +2,14 @@
 padded or shared."""
 
 import dataclasses
+import itertools
 import math
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import (
     ARCHITECTURES,
-    NO_BAR,
     gradient,
     make_config,
     make_model,
@@ -23,6 +22,10 @@ from conftest import (
 
 import main
 from machinery import policy
+from machinery.batches import make_micro_batches
+from machinery.errors import SharedError
+from machinery.evaluation import pass_at_k
+from machinery.schedule import count_skipped, is_due, learning_rate_at
 
 pytestmark = pytest.mark.mathematics
 TEMPERATURE, L, QUESTIONS, GROUP = 0.7, 12, 6, 2
@@ -68,11 +71,11 @@ def learn(model, trajectories, **overrides):
     if config.training.kl_beta:
         run.reference = main.make_reference(main.Policy, start_of(model), config)
     answers = [dataclasses.replace(trajectory) for trajectory in trajectories]
-    assert all(answer.old_logprobs is answer.reference_logprobs is None for answer in answers)
+    assert all(answer.old_log_probs is answer.reference_log_probs is None for answer in answers)
     for update in range(config.training.updates_per_batch):
         if update > 0:
             go_on(model)
-        metrics = main.policy_gradient(run, answers, NO_BAR)
+        metrics = main.policy_gradient(run, answers)
     return metrics
 
 
@@ -175,8 +178,8 @@ def test_a_rows_log_probabilities_do_not_depend_on_the_rows_beside_it(
     alone = torch.cat([learner([trajectory])[0] for trajectory in trajectories])
     monkeypatch.setattr(policy, "ANSWERS_PER_PASS", 5)
     passes, readings = [], []
-    watch(monkeypatch, "_one_pass", passes)
-    watch(monkeypatch, "read_prefix", readings)
+    watch(monkeypatch, "forward_pass", passes)
+    watch(monkeypatch, "prefill", readings)
     together, _ = learner(trajectories)
     _, _, prompt_masks, completions, caches = zip(*passes)
     assert list(map(len, completions)) == [5, 5, 2]
@@ -216,7 +219,7 @@ def test_a_step_without_signal_changes_nothing(one_rank):
     model = make_model()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     run = make_policy(model, make_config(model__precision="float32"))
-    metrics = main.policy_gradient(run, trajectories, NO_BAR)
+    metrics = dict(main.policy_gradient(run, trajectories))
     assert math.isnan(metrics.pop("entropy")) and math.isnan(metrics.pop("grad_norm"))
     assert metrics == {"loss": 0.0, "learned": 0, "updated": 0, "non_finite": 0}
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -225,8 +228,7 @@ def test_a_step_without_signal_changes_nothing(one_rank):
 
 def test_mixed_precision_keeps_float32_masters_and_samples_from_a_bfloat16_copy(one_rank):
     model = make_model()
-    tokenizer = SimpleNamespace(eos_token_id=0, pad_token_id=0)
-    sampler = main.make_sampler(model, tokenizer, make_config(model__precision="mixed"))
+    sampler = main.make_sampler(model, make_config(model__precision="mixed"))
     with torch.no_grad():
         model.model.norm.weight += 0.37
     main.refresh_sampler(sampler, model)
@@ -239,10 +241,24 @@ def test_mixed_precision_keeps_float32_masters_and_samples_from_a_bfloat16_copy(
     mixed = make_model()
     config = learning_config(training__num_samples_per_step=QUESTIONS,
                              training__k_best_of_n=[GROUP, GROUP], model__precision="mixed")
-    main.policy_gradient(make_policy(mixed, config), trajectories, NO_BAR)
+    main.policy_gradient(make_policy(mixed, config), trajectories)
     assert gradient(mixed).dtype == torch.float32
     # it did run in bfloat16, and is near
     assert 1e-4 < relative_error(gradient(mixed), expected) < 0.08
+
+
+@pytest.mark.parametrize("precision", ["mixed", "float32"])
+def test_after_each_update_the_sampler_has_the_new_weights(precision, one_rank):
+    model, trajectories = make_model(), make_trajectories(8)
+    config = make_config(model__precision=precision, training__updates_per_batch=2,
+                         training__warmup_steps=0, training__learning_rate=0.1)
+    run = make_policy(model, config)
+    run.model, run.sampler, run.step = model, main.make_sampler(model, config), 1
+    run.optimizer = torch.optim.AdamW(run.policy.parameters(), lr=0.0)
+    before = [copied.clone() for copied in run.sampler.parameters()]
+    assert [update["updated"] for update in main.learn(run, trajectories)] == [1, 1]
+    for copied, parameter, old in zip(run.sampler.parameters(), model.parameters(), before):
+        assert torch.equal(copied, parameter.to(copied.dtype)) and not torch.equal(copied, old)
 
 
 def make_case(idle_share: bool):
@@ -256,7 +272,8 @@ def make_case(idle_share: bool):
 # ---------------------------------------------------------------- advantages
 
 def group_of(rewards):
-    return [main.Trajectory({}, [], [0], "", False, reward=reward) for reward in rewards]
+    question = main.Question({}, [])
+    return [main.Trajectory(question, [0], "", False, reward=reward) for reward in rewards]
 
 
 def advantages_of(rewards, seed=0, **overrides):
@@ -279,7 +296,7 @@ def test_sil_imitates_the_k_best_and_nothing_that_earned_nothing():
     assert advantages_of([0.1, 1.1, 0.0, 0.6], **sil) == [0, 1, 0, 1]
     assert advantages_of([0.0, 1.1, 0.0, 0.0], **sil) == [0, 1, 0, 0]
     assert advantages_of([0.0] * 4, **sil) == [0, 0, 0, 0]
-    # what was paid for its form alone is imitated like any other, as the head of main.py says
+    # what was paid for its form alone is imitated like any other, as `imitate_best` says
     assert advantages_of([0.1, 0.1, 0.0, 0.0], **sil) == [1, 1, 0, 0]
     ties = [advantages_of([1.0] * 4, seed=seed, **sil) for seed in range(40)]
     assert all(sum(tie) == 2 for tie in ties)
@@ -290,22 +307,53 @@ def test_sil_imitates_the_k_best_and_nothing_that_earned_nothing():
 
 def test_micro_batches_hold_every_row_once_within_the_budget():
     trajectories = make_trajectories(50)
-    batches = main.make_micro_batches(trajectories, 60)
+    batches = make_micro_batches(trajectories, 60)
     assert (sorted(id(trajectory) for batch in batches for trajectory in batch)
             == sorted(map(id, trajectories)))
     assert all(len(batch) * max(len(t.prompt_ids) + len(t.completion_ids) for t in batch) <= 60
                for batch in batches)
     # a row over the budget goes alone
-    assert [len(batch) for batch in main.make_micro_batches(trajectories, 1)] == [1] * 50
+    assert [len(batch) for batch in make_micro_batches(trajectories, 1)] == [1] * 50
 
 
 def test_the_learning_rate_warms_up_then_stays_or_decays():
     def rates(steps, **overrides):
         training = make_config(training__learning_rate=1.0, **overrides).training
-        return [main.scheduled_learning_rate(step, training) for step in steps]
+        return [learning_rate_at(step, training) for step in steps]
     assert rates([1, 2, 4, 5, 900], training__warmup_steps=4) == [0.25, 0.5, 1, 1, 1]
     decaying = {"training__warmup_steps": 4, "training__decay_steps": 8}
     assert rates([1, 4, 5, 6, 9, 12, 13, 900], **decaying) == [
         0.25, 1, 1, 0.875, 0.5, 0.125, 0, 0]
     assert all(rate > 0 for rate in rates(range(1, 4 + 8 + 1), **decaying))  # none is for nothing
     assert rates([1, 2], training__warmup_steps=0) == [1, 1]
+
+
+def test_what_happens_every_so_many_steps_also_happens_after_the_last():
+    config = make_config(training__max_steps=11)
+    assert [step for step in range(1, 12) if is_due(step, 4, config)] == [4, 8, 11]
+    assert [step for step in range(1, 12) if is_due(step, 100, config)] == [11]
+
+
+def test_five_skipped_steps_in_a_row_end_the_run_and_a_good_one_between_them_does_not():
+    bad, good = {"non_finite": 1, "learned": 3}, {"non_finite": 0, "learned": 3}
+    assert count_skipped(3, {"non_finite": 0, "learned": 0}, 1) == 3  # there was nothing to learn
+    num_skipped = 0
+    for step, update in enumerate([*[bad] * 4, good, *[bad] * 4, good], start=1):
+        num_skipped = count_skipped(num_skipped, update, step)
+    assert num_skipped == 0
+    for step in range(11, 15):
+        num_skipped = count_skipped(num_skipped, bad, step)
+    with pytest.raises(SharedError, match="not finite in 5 steps in a row, up to step 15"):
+        count_skipped(num_skipped, bad, 15)
+
+
+@pytest.mark.parametrize(("n", "ks"), [(1, [1]), (2, [1, 2]), (4, [1, 2, 4]), (6, [1, 2, 4, 6])])
+def test_pass_at_k_is_the_share_of_choices_of_k_answers_with_a_right_one(n, ks):
+    shares = {}
+    for k in ks:
+        of_questions = []
+        for num_right in range(n + 1):
+            choices = list(itertools.combinations([i < num_right for i in range(n)], k))
+            of_questions.append(sum(map(any, choices)) / len(choices))
+        shares[f"eval/pass_at_{k}"] = pytest.approx(sum(of_questions) / (n + 1))
+    assert pass_at_k(list(range(n + 1)), n) == shares

@@ -11,14 +11,13 @@ import time
 import urllib.request
 
 import pytest
-import transformers
 from conftest import DRAW_CURVES, make_config, run_script, start
 from processes import ROOT, ranks, run
 from test_run import SHORT
 
 import logger
+from machinery import text
 from machinery.checkpoints import RunFolder
-from machinery.errors import shortened
 from machinery.settings import flatten
 
 
@@ -69,9 +68,7 @@ def test_without_an_address_mlflow_writes_to_a_local_file_and_the_run_says_how_t
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
     run = client.get_run(found[2])
     assert (run.info.experiment_id, run.info.run_name) == (found[1], "a")
-    summary = json.loads((tmp_path / "a" / "summary.json").read_text())
-    lasted = (run.info.end_time - run.info.start_time) / 1000  # all of the run, not of MLflow
-    assert summary["seconds"] - 0.2 < lasted < summary["seconds"] + 60
+    assert run.info.status == "FINISHED"
 
 
 @pytest.fixture
@@ -106,8 +103,7 @@ def test_a_real_server_gets_everything_and_a_resumed_run_goes_on_in_the_same_mlf
     monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_server)
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.3")
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLES_BEFORE_LOGGING", "1")
-    arguments = [*SHORT, f"run.dir={tmp_path / 'runs'}", "run.name=a", "logging.mlflow=true",
-                 "logging.mlflow_model=true"]
+    arguments = [*SHORT, f"run.dir={tmp_path / 'runs'}", "run.name=a", "logging.mlflow=true"]
     for max_steps in (2, 4):
         assert start([*arguments, f"training.max_steps={max_steps}"]) == 0
     assert start([*arguments, "training.max_steps=4", "run.name=b",
@@ -129,12 +125,10 @@ def test_a_real_server_gets_everything_and_a_resumed_run_goes_on_in_the_same_mlf
     assert ([point.step for point in client.get_metric_history(run.info.run_id, "reward")]
             == [1, 2, 3, 4])
     assert any(name.startswith("system/") for name in run.data.metrics)
-    artifacts = {artifact.path for folder in (None, "samples", "best")
+    artifacts = {artifact.path for folder in (None, "samples")
                  for artifact in client.list_artifacts(run.info.run_id, folder)}
     assert artifacts >= {"config.yaml", "curves.png", "summary.json", "samples/step-000002.json",
-                         "samples/step-000004.json", "best/model.safetensors", "best/README.md"}
-    model = client.download_artifacts(run.info.run_id, "best", str(tmp_path))
-    assert transformers.AutoModelForCausalLM.from_pretrained(model).config.model_type == "qwen2"
+                         "samples/step-000004.json"}
     page = urllib.request.urlopen(f"{mlflow_server}/", timeout=20).read().decode()
     assert "<title>MLflow</title>" in page
 
@@ -209,15 +203,15 @@ def make_logger(tmp_path, is_terminal):
 def test_progress_is_a_bar_on_a_terminal_and_plain_lines_elsewhere(
         columns, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setattr(logger, "SECONDS_BETWEEN_PROGRESS_LINES", 0.25)
+    monkeypatch.setattr(text, "SECONDS_BETWEEN_PROGRESS_LINES", 0.25)
 
     def show(is_terminal):
         log = make_logger(tmp_path, is_terminal)
         capsys.readouterr()
-        with log.phase("sample", 100) as bar:
+        with log.phase("sample", 100):
             for _ in range(5):
                 time.sleep(0.11)
-                bar.update(20)
+                log.advance(20)
         assert log.seconds["sample"] > 0.5
         return capsys.readouterr().out
 
@@ -231,10 +225,10 @@ def test_progress_is_a_bar_on_a_terminal_and_plain_lines_elsewhere(
     with monkeypatch.context() as patch:
         patch.setattr(logger, "RANK", 1)
         assert show(is_terminal=True) == ""
-    with (pytest.raises(RuntimeError),
-          make_logger(tmp_path, is_terminal=True).phase("sample", 100) as bar):
+    log = make_logger(tmp_path, is_terminal=True)
+    with pytest.raises(RuntimeError), log.phase("sample", 100):
         time.sleep(0.25)
-        bar.update(40)
+        log.advance(40)
         raise RuntimeError("what is said of it must not stand behind the bar")
     assert capsys.readouterr().out.endswith("\r")
 
@@ -247,20 +241,21 @@ def test_a_terminal_that_does_not_know_its_size_has_bars_too(tmp_path, monkeypat
     with open(writer, "w") as screen, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", screen)
         patch.setattr(sys, "__stdout__", screen)
-        with make_logger(tmp_path, is_terminal=True).phase("sample", 100) as bar:
+        log = make_logger(tmp_path, is_terminal=True)
+        with log.phase("sample", 100):
             for _ in range(4):
                 time.sleep(0.11)
-                bar.update(20)
+                log.advance(20)
         said = os.read(reader, 100_000).decode()
     os.close(reader)
     assert "sample 40/100 [" in said and max(map(len, said.split("\r"))) <= 59
 
 
 def test_long_completions_are_shortened_in_the_middle():
-    short = shortened("a" * 1000 + "b" * 1000, 600)
+    short = text.shortened("a" * 1000 + "b" * 1000, 600)
     assert (590 < len(short) <= 600 and short.startswith("aaa") and short.endswith("bbb")
             and " ... " in short)
-    assert shortened("short", 600) == "short"
+    assert text.shortened("short", 600) == "short"
 
 
 def test_the_end_of_a_run_says_what_rose_where_the_best_model_is_and_how_to_try_it(
@@ -279,7 +274,7 @@ def test_the_end_of_a_run_says_what_rose_where_the_best_model_is_and_how_to_try_
     assert said[-4] == f"the best model, of step {best['step']}, is in my runs/a/best"
     looked = run("sh", "-c", said[-3].removeprefix("look at it: "), cwd=elsewhere)
     assert looked.returncode == 0 and (elsewhere / "one_run.html").exists(), looked.stderr
-    assert ("no evaluation was better than that before training" in end) == (best["step"] == 0)
+    assert ("no evaluation was better than the one before training" in end) == (best["step"] == 0)
     command = said[-2].removeprefix("try it: ")
     tried = run("sh", "-c", command, cwd=elsewhere)
     assert tried.returncode == 0, tried.stderr
@@ -296,7 +291,7 @@ def test_a_clock_that_is_set_back_changes_no_duration(tmp_path, monkeypatch):
     summary = json.loads((tmp_path / "a" / "summary.json").read_text())
     assert 0 < summary["seconds"] < 600 and len(times) == 4
     for path in (tmp_path / "a" / "checkpoints").glob("*/state.json"):
-        assert 0 < json.loads(path.read_text())["log"]["seconds"] <= summary["seconds"] + 0.1
+        assert 0 < json.loads(path.read_text())["seconds"] <= summary["seconds"] + 0.1
 
 
 def test_the_best_model_has_a_card_whose_lines_work(tmp_path, monkeypatch):
@@ -326,9 +321,9 @@ def test_curves_are_drawn_again_while_the_run_goes_on(tmp_path, monkeypatch):
     assert (tmp_path / "a" / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_there_is_no_colour_with_no_color_nor_where_nobody_looks(tmp_path, monkeypatch):
+def test_there_is_no_colour_with_no_color_nor_where_nobody_looks(monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert "\033" in make_logger(tmp_path, is_terminal=True)._bold("solved")
-    assert make_logger(tmp_path, is_terminal=False)._bold("solved") == "solved"
+    assert "\033" in text.bold("solved", is_terminal=True)
+    assert text.bold("solved", is_terminal=False) == "solved"
     monkeypatch.setenv("NO_COLOR", "1")
-    assert make_logger(tmp_path, is_terminal=True)._bold("solved") == "solved"
+    assert text.bold("solved", is_terminal=True) == "solved"

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from conftest import (
-    NO_BAR,
+    SILENT_LOG,
     clear_choices,
     make_config,
     make_policy,
@@ -26,6 +26,8 @@ from test_resume import SMALL, digest, run_without_curves
 from test_run import TIMES
 
 import main
+from machinery.errors import UserError
+from machinery.tasks import encode_prompt
 
 sys.path.extend([str(ROOT / "bench"), str(ROOT / "examples")])
 import ask
@@ -83,7 +85,7 @@ def test_only_the_adapters_learn_and_the_kl_term_measures_from_the_model_without
     model.zero_grad()
     run = make_policy(model, config)
     run.reference = main.make_reference(main.Policy, model, config)
-    metrics = main.policy_gradient(run, trajectories, NO_BAR)
+    metrics = main.policy_gradient(run, trajectories)
     assert 1e-3 < metrics["kl"] < 0.3  # as in training
     assert relative_error(torch.cat([parameter.grad.flatten() for parameter in learning]),
                           expected) < BOUND[torch.float64]
@@ -96,14 +98,16 @@ def test_lora_targets_names_the_layers_that_get_adapters():
     model, _, _ = with_adapters(model__lora_targets=["q_proj", "v_proj"])
     assert {name.split(".")[-4] for name, parameter in model.named_parameters()
             if parameter.requires_grad} == {"q_proj", "v_proj"}
-    with pytest.raises(main.UserError,
-                       match=r"model.lora_targets: .* has no layers named no_such, v_prj"):
+    with pytest.raises(UserError, match="model.lora_targets: the model has no layer named v_prj"):
+        with_adapters(model__lora_targets=["q_proj", "v_prj"])
+    with pytest.raises(UserError, match="model.lora_targets: the model has no layer named no_such"):
         with_adapters(model__lora_targets=["no_such", "q_proj", "v_prj"])
 
 
 def test_without_peft_the_one_line_says_what_to_install(monkeypatch):
+    assert transformers.utils.is_peft_available()  # which it remembers, for later tests too
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(main.UserError, match="pip install peft"):
+    with pytest.raises(UserError, match="pip install peft"):
         with_adapters()
 
 
@@ -116,11 +120,14 @@ def test_answers_are_sampled_through_the_adapters_also_by_continuous_batching(
     model, tokenizer, config = with_adapters(**greedy)
     task = main.load_task(config)
     rows = task.load(str(ROOT / "tiny" / "countdown.parquet"), 4)
+    questions = [main.Question(row, encode_prompt(row, task, tokenizer, config)) for row in rows]
 
     def answers(model):
-        run = SimpleNamespace(config=config, task=task, tokenizer=tokenizer,
-                              sampler=main.make_sampler(model, tokenizer, config))
-        return [trajectory.completion_ids for trajectory in main.sample(run, rows, 2, NO_BAR)]
+        run = SimpleNamespace(config=config, task=task, tokenizer=tokenizer, log=SILENT_LOG,
+                              stop_ids=main.find_stop_ids(model, tokenizer),
+                              sampler=main.make_sampler(model, config))
+        groups = main.sample(run, questions, 2)
+        return [answer.completion_ids for group in groups for answer in group]
 
     for each in (model, tokenizer):
         each.save_pretrained(tmp_path / "best")
@@ -133,7 +140,7 @@ def test_answers_are_sampled_through_the_adapters_also_by_continuous_batching(
     assert answers(model) == expected
     assert expected != answers(
         transformers.AutoModelForCausalLM.from_pretrained(ROOT / "tiny" / "model"))
-    monkeypatch.setattr(main, "complete", continuous.complete)
+    monkeypatch.setattr(main, "generate", continuous.generate)
     assert answers(model) == expected
 
 
@@ -145,7 +152,7 @@ def test_best_is_an_adapter_that_loads_from_anywhere_and_that_peft_makes_a_plain
             for name, parameter in run.model.named_parameters():
                 if "lora_B" in name:
                     parameter.normal_(0, 0.1)
-        main.evaluation_step(run)
+        main.evaluate_and_keep_best(run)
 
     monkeypatch.setattr(main, "train", train)
     assert start([*SMALL, *LORA, f"run.dir={tmp_path}"]) == 0
@@ -191,8 +198,8 @@ def test_with_the_whole_family_switched_on_a_resumed_run_ends_as_an_uninterrupte
 
 
 def test_the_frozen_copy_for_mixed_precision_is_refreshed_where_the_model_learns(one_rank):
-    model, tokenizer, _ = with_adapters()
-    sampler = main.make_sampler(model, tokenizer, make_config(model__precision="mixed"))
+    model, _, _ = with_adapters()
+    sampler = main.make_sampler(model, make_config(model__precision="mixed"))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.37 * parameter.requires_grad
@@ -210,7 +217,7 @@ def test_gradient_checkpointing_changes_nothing_about_adapters(one_rank):
                                          training__max_grad_norm=None,
                                          sampling__temperature=TEMPERATURE)
         main.policy_gradient(make_policy(model.double().train(), config),
-                             make_trajectories(QUESTIONS * GROUP), NO_BAR)
+                             make_trajectories(QUESTIONS * GROUP))
         gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()
                                     if parameter.requires_grad]))
     assert relative_error(gradients[1], gradients[0]) < BOUND[torch.float64]
@@ -218,8 +225,8 @@ def test_gradient_checkpointing_changes_nothing_about_adapters(one_rank):
 
 def test_in_mixed_precision_what_does_not_learn_lies_in_bfloat16_and_is_shared_with_the_sampler():
     config = make_config(model__lora_rank=4, model__precision="mixed")
-    model, tokenizer = main.load_model(config)
-    sampler = main.make_sampler(model, tokenizer, config)
+    model, _ = main.load_model(config)
+    sampler = main.make_sampler(model, config)
     for parameter, copied in zip(model.parameters(), sampler.parameters(), strict=True):
         assert (parameter.dtype == (torch.float32 if parameter.requires_grad else torch.bfloat16)
                 and copied.dtype == torch.bfloat16)

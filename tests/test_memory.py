@@ -35,7 +35,8 @@ def kept_a_token(rows: int = 4, **settings) -> float:
                 kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # so none takes its address
             return tensor
 
-        batch = [main.Trajectory({}, [1] * PROMPT, [2] * L, "", True) for _ in range(rows)]
+        question = main.Question({}, [1] * PROMPT)
+        batch = [main.Trajectory(question, [2] * L, "", True) for _ in range(rows)]
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             main.Policy(model, config)(batch)
         sizes.append(sum(size for size, _ in kept.values()))

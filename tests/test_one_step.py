@@ -22,7 +22,8 @@ from processes import ROOT, ranks
 
 import countdown
 import main
-from machinery.errors import UserError, shortened, visible
+from machinery.errors import UserError
+from machinery.text import shortened, visible
 
 sys.path.append(str(ROOT / "examples"))
 import ask
@@ -67,13 +68,12 @@ VARIANTS = {
 
 def with_answers(folder, **keys):
     """What `prepare` makes of a model, and made-up answers, of ragged lengths, the shortest a
-    single token; every third is cut off. And those of them that count in B."""
+    single token; every third is truncated. And those of them that count in B."""
     run = one_step.prepare(make_config(**{**FEW, **keys}, model__name=str(folder)))
-    stream, row = random.Random(0), run.training_rows[0]
-    prompt = main.encode_prompt(row, run.task, run.tokenizer, run.config)
+    stream, question = random.Random(0), run.training_questions[0]
     completions = [[stream.randrange(len(run.tokenizer)) for _ in range(1 + 2 * i)]
                    for i in range(len(REWARDS))]
-    answers = [main.Trajectory(row, prompt, ids, "", i % 3 == 1, {}, reward)
+    answers = [main.Trajectory(question, ids, "", i % 3 == 1, {}, reward)
                for i, (ids, reward) in enumerate(zip(completions, REWARDS))]
     return run, answers, main.compute_advantages(answers, run.config.training, random.Random(0))
 
@@ -107,7 +107,7 @@ def step_against_plain_loops(run, answers: list, chosen: list):
     changes = [[late - early for early, late in zip(*each)] for each in zip(old, new)]
     weighed = [(change, answer.advantage) for answer, own in zip(answers, changes)
                if any(answer is other for other in chosen) and answer.advantage
-               and not (run.config.training.mask_truncated and answer.truncated)
+               and not (run.config.training.mask_truncated and answer.is_truncated)
                for change in own]
     (least, most), *others, unsure = four_numbers(weighed, NEAR)
     assert least - 1e-9 <= numbers["moved_as_meant"] <= most + 1e-9
@@ -150,7 +150,8 @@ def test_so_they_do_for_a_group_of_the_small_model_and_the_page_holds_them(one_r
 
     columns = [("before", answers), ("later", again[:2])]
     data = data_of(one_step.page(run, answers, numbers, columns, "of a test"))
-    assert data["settings"] == "of a test" and data["question"] == answers[0].row["prompt"]
+    assert data["settings"] == "of a test"
+    assert data["question"] == answers[0].question.row["prompt"]
     assert [data[name] for name in one_step.NUMBERS] == [numbers[n] for n in one_step.NUMBERS]
     assert (data["rule"], data["normalizer"], data["L"]) == ("none", "max_length", 192)
     for answer, own, shown in zip(answers, changes, data["answers"], strict=True):
@@ -160,12 +161,12 @@ def test_so_they_do_for_a_group_of_the_small_model_and_the_page_holds_them(one_r
         assert change == pytest.approx(own, abs=BOUND)
         assert entropy == pytest.approx(answer.before_entropies.tolist(), abs=6e-5)
         assert shown["change"] == pytest.approx(fmean(own), abs=BOUND)
-        parts = countdown.reward_function(answer.completion, answer.row)
+        parts = countdown.reward_function(answer.completion, answer.question.row)
         assert [shown[name] for name in ("reward", "advantage", "length", "verdict", "parts")] == [
             sum(weight * parts[part] for part, weight in countdown.REWARD_WEIGHTS.items()),
             answer.advantage, len(answer.completion_ids), ask.verdict(answer),
             ", ".join(f"{part} {value:.2f}" for part, value in parts.items())]
-    right = sum(answer.parts["answer"] == 1 for answer in answers)
+    right = sum(answer.reward_parts["answer"] == 1 for answer in answers)
     assert data["again"][0] == {"title": f"before: {right} of 8 right", "answers": [
         {"text": answer.completion.strip(), "verdict": ask.verdict(answer)}
         for answer in answers[:4]]}
@@ -173,20 +174,25 @@ def test_so_they_do_for_a_group_of_the_small_model_and_the_page_holds_them(one_r
 
 
 def test_the_model_before_the_update_is_the_one_that_was_loaded(one_rank):
-    """Also where weights decay: the step in which AdamW's moments come into being moves nothing."""
-    run = one_step.prepare(make_config(**FEW, training__weight_decay=0.5,
-                                       training__learning_rate=0.1))
+    """Also where weights decay: the step in which AdamW's moments come into being moves nothing.
+    The update itself has the full learning rate, whatever schedule a run would have."""
+    run = one_step.prepare(make_config(
+        **FEW, training__weight_decay=0.5, training__learning_rate=1e-4, training__warmup_steps=10,
+        training__decay_steps=5, training__num_samples_per_step=1))
     loaded, _ = main.load_model(run.config)
     for weight, own in zip(loaded.parameters(), run.model.parameters(), strict=True):
         assert torch.equal(weight, own)
-    assert run.optimizer.param_groups[0]["lr"] == 0.1  # from now on
+    for answers, chosen, place in itertools.islice(one_step.groups_with_signal(run, None), 2):
+        one_step.one_step(run, answers, chosen)
+        assert run.optimizer.param_groups[0]["lr"] == 1e-4
+    assert place.step > 1  # whose learning rate is another in a run
 
 
 def test_what_is_sampled_from_has_learned_too_where_it_is_a_copy(model_folder, one_rank):
     """In mixed precision; else the second column would be the first."""
     run, *group = with_answers(model_folder("qwen2"), model__precision="mixed")
     before = copy.deepcopy(run.sampler)
-    assert one_step.one_step(run, *group)["sampler_stale"] == 0
+    one_step.one_step(run, *group)
     for old, now, learned in zip(before.parameters(), run.sampler.parameters(),
                                  run.model.parameters(), strict=True):
         assert torch.equal(now, learned.bfloat16())
@@ -252,11 +258,11 @@ def test_a_question_of_ones_own_and_any_key_also_for_the_model_of_a_run(command,
     shutil.copytree(ROOT / "tiny" / "model", tmp_path / "runs" / "x" / "best")
     code, out, err, pages = command("3", "7", "25", "=", "68", *TASK, "sampling.temperature=0.9",
                                     "training.learning_rate=1e-3", "training.seed=1")
-    assert code == 0 and err == "" and out.splitlines()[-1].startswith("one_step.html has")
+    assert code == 0 and err == "" and out.splitlines()[-1].startswith("one_step.html shows")
     data = pages["one_step.html"]
     assert data["question"] == countdown.generate_prompt([3, 7, 25], 68)
-    assert re.search(r"^tiny/model, one update at learning rate 0.001 on 8 answers sampled at "
-                     r"temperature 0.9; training.seed 1, step \d+, question 1$", data["settings"])
+    assert re.search(r"^tiny/model, one update at learning rate 0.001 on 8 answers, sampled at "
+                     r"temperature 0.9. training.seed 1, step \d+, question 1$", data["settings"])
     assert out.splitlines()[0] == ", ".join(
         f"{name} {data[name]:.4f}" for name in one_step.NUMBERS)
     before, after, trained = data["again"]
@@ -271,7 +277,7 @@ def test_a_question_of_ones_own_and_any_key_also_for_the_model_of_a_run(command,
     [*QUICK, "training.kl_beta=0.04", "training.updates_per_batch=2"],
     [*QUICK, "training.scale_rewards=group", "training.loss_normalizer=tokens",
      "model.lora_rank=4"]], ids=["SIL", "masked", "KL", "LoRA"])
-def test_it_makes_the_update_of_any_relative(keys, command):
+def test_it_makes_the_update_of_any_variant(keys, command):
     code, out, err, pages = command(*keys, "--out", "here.html")
     assert code == 0, err
     data = pages["here.html"]
@@ -287,16 +293,16 @@ def test_it_makes_the_update_of_any_relative(keys, command):
         scale = stdev(rewards) + 1e-4 if data["rule"] == "group" else 1
         assert advantages == pytest.approx(
             [(reward - fmean(rewards)) / scale for reward in rewards])
-    cut_off = [answer["verdict"].startswith("cut off") for answer in answers]
+    truncated = [answer["verdict"].startswith("truncated") for answer in answers]
     assert [answer["learned"] for answer in answers] == [
-        A != 0 and not cut for A, cut in zip(advantages, cut_off)]
-    assert any(cut_off) == (MASKED in keys)
+        A != 0 and not cut for A, cut in zip(advantages, truncated)]
+    assert any(truncated) == (MASKED in keys)
 
 
 def test_another_task_is_judged_by_its_own_parts(command, tmp_path):
     shutil.copytree(ROOT / "tiny" / "model", tmp_path / "runs" / "x" / "best")
     code, out, err, pages = command(*QUICK)
-    assert code == 0 and err == "" and "every token of it" in out
+    assert code == 0 and err == "" and "shows every token" in out
     for answer in pages["one_step.html"]["answers"]:
         text = "".join(token[0] for token in answer["tokens"])
         assert answer["reward"] == sum(each.isdigit() for each in text) / 20
@@ -311,7 +317,7 @@ def test_each_mistake_and_nothing_to_learn_end_in_one_line_that_says_what_to_do(
     (adapters / "adapter_config.json").write_text("{}")
     no_folder, nothing = "model.name='runs/none': there is no such folder", "error: 50 groups, and"
     for words, says in (
-            ([*QUICK, "training.learningrate=1"], "the nearest is training.learning_rate"),
+            ([*QUICK, "training.learningrate=1"], "Did you mean training.learning_rate?"),
             ([*QUICK, "training.learning_rate=fast"], "training.learning_rate='fast'"),
             ([*QUICK, "--model", "runs/none"], no_folder),
             ([*QUICK, "--trained", "runs/none"], no_folder),
@@ -445,7 +451,8 @@ def weights(data: dict, rule: str, normalizer: str):
         training__learning_type="sil" if sil else "grpo", training__loss_normalizer=normalizer,
         training__scale_rewards="none" if sil else rule, training__max_new_gen_tokens=data["L"],
         training__k_best_of_n=[data["k"] if sil else len(answers), len(answers)]).training
-    group = [main.Trajectory({}, [0], [0] * answer["length"], "", False, reward=answer["reward"])
+    question = main.Question({}, [0])
+    group = [main.Trajectory(question, [0] * answer["length"], "", False, reward=answer["reward"])
              for answer in answers]
     order = iter([(answer["learned"], -i) for i, answer in enumerate(answers)])
     chosen = main.compute_advantages(group, training, SimpleNamespace(random=order.__next__))
@@ -491,7 +498,7 @@ def test_every_number_shown_is_that_of_the_data(made, browser):
     assert as_meant == pytest.approx(data["change_as_meant"], abs=0.00051)  # of all of them
     assert means == pytest.approx([data["change_rewarded"], data["change_punished"]], abs=2e-6)
     assert texts(browser, "h1, #settings, #question") == [
-        "One step, seen", data["settings"], data["question"]]
+        "One step, token by token", data["settings"], data["question"]]
     assert texts(browser, "#numbers b") == [
         fixed(100 * data["moved_as_meant"], 1) + " %",
         fixed(100 * data["change_as_meant"], 1) + " %",
@@ -666,8 +673,9 @@ def made_up_page(tmp_path, rewards: list, columns=(), *, tokens=None, prompt="Go
     words, ids = list(itertools.chain(*tokens)), itertools.count()
     tokenizer = SimpleNamespace(decode=lambda ids, **_: "".join(words[i] for i in ids))
     run = SimpleNamespace(config=config, tokenizer=tokenizer, task=SimpleNamespace(SOLVED=parts[0]))
-    answers = [main.Trajectory({"prompt": prompt}, [0], list(itertools.islice(ids, len(own))),
-                               completion, False, dict.fromkeys(parts, reward), reward)
+    question = main.Question({"prompt": prompt}, [0])
+    answers = [main.Trajectory(question, list(itertools.islice(ids, len(own))), completion, False,
+                               dict.fromkeys(parts, reward), reward)
                for reward, own in zip(rewards, tokens, strict=True)]
     main.compute_advantages(answers, config.training, random.Random(1))
     for i, answer in enumerate(answers):
@@ -675,7 +683,7 @@ def made_up_page(tmp_path, rewards: list, columns=(), *, tokens=None, prompt="Go
         answer.before = -3 * torch.rand(length, generator=stream)
         answer.before_entropies = torch.rand(length, generator=stream)
         answer.after = answer.before + 0.1 * torch.randn(length, generator=stream)
-        answer.new_logprobs = answer.after if answer.advantage else None
+        answer.new_log_probs = answer.after if answer.advantage else None
     html = one_step.page(run, answers, dict(zip(one_step.NUMBERS, numbers)),
                          [(title, answers) for title in columns], settings)
     path = tmp_path / "page.html"

@@ -45,7 +45,8 @@ SOURCES = "\n".join(
     for path in ROOT.glob(pattern))
 # What a run leaves, names of other projects and tools, and words of shells and mathematics.
 ELSEWHERE = {"runs/<name>/", "checkpoints/step-NNNNNN/", "best/", "tokenizers", "no_sync", "uv",
-             "mine.jsonl", "terse.py", "my.yaml", "mytask.py", "exercise/", "exercise/main.py",
+             "mine.jsonl", "terse.py", "spawn", "forkserver", "my.yaml", "mytask.py", "exercise/",
+             "exercise/main.py",
              "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
              "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "sqlite:///mlflow.db", "from_pretrained"}
 SMALL = ["training.max_steps=1", "training.max_new_gen_tokens=8", "training.num_samples_per_step=2",
@@ -171,7 +172,7 @@ def test_every_other_command_is_run_somewhere():
 def test_what_this_is_is_said_in_one_sentence_everywhere():
     sentence = main.__doc__.splitlines()[0]
     assert sentence.endswith("reason.")
-    for name in ("README.md", "pyproject.toml", "machinery/card.md", "machinery/advice.yaml"):
+    for name in ("README.md", "pyproject.toml", "machinery/card.md"):
         text = " ".join((ROOT / name).read_text().split())
         assert sentence.removesuffix(".") in text, name
 
@@ -205,8 +206,8 @@ def the_first_step(out, *arguments):
 
     def compare_and_tell(group, *others):
         chosen = compare(group, *others)
-        groups.append([[answer.row["prompt"], answer.completion, len(answer.completion_ids),
-                        answer.reward, answer.advantage, answer.truncated] for answer in group])
+        groups.append([[answer.question.row["prompt"], answer.completion, answer.num_tokens,
+                        answer.reward, answer.advantage, answer.is_truncated] for answer in group])
         Path(f"{out}/groups-{main.RANK}.json").write_text(json.dumps(groups))
         return chosen
 
@@ -267,7 +268,7 @@ def test_the_step_that_the_readme_goes_through_is_the_first_of_the_default(first
     weights = {number: f"{first[number - 1][4] / (B * L):.1e}".replace("e-0", "e-")
                for number in (4, 6)}
     assert f"{first[5][4]:.2f} / (128 x 192) = {weights[6]}, each of the 31 of" in walk
-    assert f"answer 4 {weights[4]}." in walk
+    assert f"of answer 4 {weights[4]}." in walk
 
     def group_of(numbers):
         assert f"`{numbers}`" in walk
@@ -278,7 +279,7 @@ def test_the_step_that_the_readme_goes_through_is_the_first_of_the_default(first
     assert {(round(reward, 6), advantage) for *_, reward, advantage, _ in group_of(
         "7, 21, 30 = 10")} == {(0.1, 0)}
     wrong = [answer[2] for answer in group_of("29, 29, 16 = 17") if round(answer[4], 6) == -0.25]
-    assert {121, 33} <= set(wrong) and "one of 121 and one of 33" in walk
+    assert {121, 33} <= set(wrong) and "One has 121 tokens, the other 33." in walk
     assert f"{121 / 33:.1f} times less" in walk.replace("\n", " ")
 
     assert f"over L: {metrics['loss']:.4f} in step 1." in walk

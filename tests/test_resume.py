@@ -16,8 +16,7 @@ from processes import ranks, torchrun
 from test_run import TIMES
 
 import logger
-from machinery.launch import stop_signals
-from machinery.ranks import join
+from machinery import on_ctrl_c
 
 SMALL = ["training.max_new_gen_tokens=48", "training.num_samples_per_step=2",
          "training.k_best_of_n=[4,4]", "data.num_validation=6", "data.max_rows=200",
@@ -34,7 +33,7 @@ def outcome(folder):
     state = json.loads((checkpoint / "state.json").read_text())
     return {"metrics": metrics, "samples": read_jsonl(folder / "samples.jsonl"),
             "step": checkpoint.name,
-            "state": [state[key] for key in ("step", "best")],
+            "state": [state[key] for key in ("step", "best", "last_evaluation")],
             "tensors": digest(checkpoint / "tensors-1.safetensors"),
             "best": digest(folder / "best" / "model.safetensors"),
             "best of": version(folder / "best"),
@@ -125,132 +124,143 @@ def test_a_run_that_is_killed_and_then_stopped_equals_the_uninterrupted_one(tmp_
     result = interrupted(2, {"rank": 1, "point": "learning", "passing": 3, "how": "kill all"},
                          folder, *steps)
     assert result.codes == [-signal.SIGKILL] * 2, result.stderr
-    result = interrupted(2, {"rank": 1, "point": "sampling", "passing": 2, "how": "stop"}, folder,
-                         *steps)
-    assert ("step-000002\n" in result.stdout
-            and result.codes == [128 + signal.SIGTERM] * 2), result.stderr
-    assert_stopped(result, folder, saved=4)
+    # In step 5.
+    result = interrupted(2, {"rank": 0, "point": "sampling", "passing": 3, "how": "SIGTERM"},
+                         folder, *steps)
+    assert "step-000002\n" in result.stdout, result.stderr
+    assert_ended_at_once(result, folder, "SIGTERM")
     result = interrupted(2, {}, folder, *steps)
     assert "step-000004\n" in result.stdout and result.returncode == 0, result.stderr
-    # a stop signal leaves a checkpoint of its own
-    assert without_files(outcome(folder / "a")) == without_files(expected)
+    assert outcome(folder / "a") == expected
 
 
 @pytest.mark.soak
 def test_a_run_that_torchrun_starts_again_and_that_is_then_stopped_equals_the_uninterrupted_one(
         tmp_path):
-    """torchrun starts all ranks again when one has died, and they go on from the last checkpoint
-    without being told; and it tells all of them of its signal."""
+    """torchrun starts all ranks again when one has died, and they resume from the last checkpoint
+    without being told. torchrun's SIGTERM ends all of them."""
     steps = ["training.max_steps=5", "checkpoint.every=2", "validation.every=3"]
     expected = uninterrupted(2, tmp_path / "whole", *steps)
     folder = tmp_path / "interrupted"
     folder.mkdir()
     strikes = [{"rank": 0, "point": "sampling", "passing": 3, "how": "kill"},  # it has saved step 2
                {"rank": 1, "point": "learning", "passing": 1, "how": "kill"},
-               {"rank": 1, "point": "sampling", "passing": 2, "how": "stop"}]
+               {"rank": 1, "point": "sampling", "passing": 2, "how": "SIGTERM"}]
     result = torchrun(2, "tests/interrupted_worker.py", json.dumps(strikes), folder, *SMALL, *steps,
                       f"run.dir={folder}", torchrun_options=["--max-restarts=2"])
+    assert time.time() - when_struck(folder) < 20  # torchrun would kill after 30
+    assert result.returncode != 0 and "/main.py\", line" not in result.stderr
     assert len(struck(folder)) == 3 and "step-000002\n" in result.stdout, result.stderr
-    assert_stopped(result, folder, saved=4)
     result = interrupted(2, {}, folder, *steps)
-    assert result.returncode == 0 and "step-000004\n" in result.stdout, result.stderr
-    assert without_files(outcome(folder / "a")) == without_files(expected)
+    assert result.returncode == 0, result.stderr
+    assert outcome(folder / "a") == expected
 
 
-# ---------------------------------------------------------------- SIGTERM
+# ---------------------------------------------------------------- stop signals
 
-def assert_stopped(result, folder, saved, name="SIGTERM"):
-    when, _ = struck(folder)[-1]
-    assert time.time() - float(when) < 20  # torchrun would kill after 30
-    said = (f"stopped by {name}; saved up to {folder}/a/checkpoints/step-{saved:06d}; "
-            "the same command goes on from there")
-    assert said in result.stderr, (result.stdout, result.stderr)
-    assert "/main.py\", line" not in result.stderr  # no traceback of ours
+SECONDS_AT_ONCE = 5
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_a_stop_signal_waits_for_the_end_of_the_step_and_saves_it(num_ranks, tmp_path):
-    """Two ranks: see above."""
-    steps = ["validation.every=2", "training.max_steps=3", "checkpoint.every=100"]
+def when_struck(folder):
+    return float(struck(folder)[-1][0])
+
+
+def assert_ended_at_once(result, folder, how):
+    """By the signal itself. But for Ctrl-C rank 0 prints one line, and ends with 130."""
+    assert time.time() - when_struck(folder) < SECONDS_AT_ONCE
+    codes = [-signal.Signals[how]] * len(result.codes)
+    said = []
+    if how == "SIGINT":
+        codes[0] = 130
+        said = [newest_saved(folder)]
+    assert result.codes == codes, result.stderr
+    assert re.findall("\nstopped by Ctrl-C; (.*)\n", result.stderr) == said, result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def newest_saved(folder):
+    """What a run that was struck knows of its checkpoints."""
+    saved = sorted((folder / "a").glob("checkpoints/step-*"))
+    if struck(folder)[-1][1] in ("saving: renamed", "saving: synced"):
+        saved.pop()  # That one is not known to be on the disk.
+    if not saved:
+        return "nothing is saved yet"
+    return f"saved up to {saved[-1]}; the same command resumes from there"
+
+
+@pytest.mark.parametrize(("how", "num_ranks"), [("SIGTERM", 1), ("SIGHUP", 2), ("SIGINT", 2)])
+def test_a_stop_signal_ends_every_process_at_once_and_the_next_start_resumes(
+        how, num_ranks, tmp_path):
+    steps = ["checkpoint.every=1", "validation.every=2", "training.max_steps=3"]
     expected = uninterrupted(num_ranks, tmp_path / "whole", *steps)
     folder = tmp_path / "stopped"
-    strike = {"rank": num_ranks - 1, "point": "sampling", "passing": 2, "how": "stop"}
-    result = interrupted(num_ranks, strike, folder, *steps)
-    assert result.codes == [128 + signal.SIGTERM] * num_ranks, result.stderr
-    assert_stopped(result, folder, saved=2)
+    # Nothing is saved yet, then step 1 is.
+    for strike in ({"rank": 0, "point": "evaluating", "how": how},
+                   {"rank": 0, "point": "sampling", "passing": 2, "how": how}):
+        result = interrupted(num_ranks, strike, folder, *steps)
+        assert_ended_at_once(result, folder, how)
     result = interrupted(num_ranks, {}, folder, *steps)
-    assert result.returncode == 0, result.stderr
-    assert without_files(outcome(folder / "a")) == without_files(expected)
+    assert result.returncode == 0 and "step-000001\n" in result.stdout, result.stderr
+    assert outcome(folder / "a") == expected
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("learning", [[], SIL], ids=["grpo", "sil"])
-def test_sigterm_in_any_phase_saves_that_step_and_the_next_start_goes_on(learning, tmp_path):
-    # Nothing but the signal saves, and the last step.
-    steps = [*learning, "validation.every=2", "training.max_steps=12", "checkpoint.every=100"]
+@pytest.mark.parametrize(("how", "learning"), [("SIGTERM", SIL), ("SIGHUP", []), ("SIGINT", [])],
+                         ids=["SIGTERM", "SIGHUP", "Ctrl-C"])
+def test_a_stop_signal_in_any_phase_ends_every_process_at_once_and_the_next_start_resumes(
+        how, learning, tmp_path):
+    steps = [*learning, *EVERY_STEP, "training.max_steps=16"]
     expected = uninterrupted(2, tmp_path / "whole", *steps)
     folder = tmp_path / "stopped"
-    for rank, point, passing, saved in [
-            (0, "sampling", 2, 2), (1, "sampling", 2, 4), (0, "learning", 2, 6),
-            (1, "evaluating", 1, 8), (0, "updated", 2, 10), (0, "logging", 1, 11)]:
-        strike = {"rank": rank, "point": point, "passing": passing, "how": "stop"}
+    points = ["sampling", "learning", "updated", "evaluating", "logging", "evaluated", *SAVING]
+    # See the test of SIGKILL.
+    points.sort(key=lambda point: point not in ("saving: best", "saving: linked"))
+    anywhere = ("sampling", "learning", "updated", "evaluating")
+    for number, point in enumerate(points):
+        strike = {"rank": number % 2 if point in anywhere else 0, "point": point, "how": how}
         result = interrupted(2, strike, folder, *steps)
-        assert result.codes == [128 + signal.SIGTERM] * 2, (strike, result.stderr)
-        assert_stopped(result, folder, saved)
-    # While the last step is being saved there is no other to leave out.
-    strike = {"rank": 0, "point": "saving: tensors", "passing": 1, "how": "stop"}
-    result = interrupted(2, strike, folder, *steps)
-    assert result.codes == [0, 0], result.stderr
-    assert without_files(outcome(folder / "a")) == without_files(expected)
+        assert_ended_at_once(result, folder, how)
+    assert [point for _, point in struck(folder)] == points
+    result = interrupted(2, {"rank": 0, "point": "finishing", "how": how}, folder, *steps)
+    assert_ended_at_once(result, folder, how)
     result = interrupted(2, {}, folder, *steps)
     assert "this run has finished before" in result.stdout
-    assert json.loads(result.stdout.splitlines()[-1])["steps"] == 12
+    assert json.loads(result.stdout.splitlines()[-1])["steps"] == 16
+    assert outcome(folder / "a") == expected
 
 
-@pytest.mark.parametrize("point", ["evaluating", "finishing"])
-def test_before_the_first_step_a_signal_ends_the_run_at_once_and_after_the_last_it_is_through(
-        point, tmp_path):
-    strike = {"rank": 0, "point": point, "how": "stop"}
-    result = interrupted(2, strike, tmp_path, "training.max_steps=1")
-    (when, _), = struck(tmp_path)
-    through = point == "finishing"
-    assert set(result.codes) == {0 if through else -signal.SIGTERM}, result.stderr
-    assert time.time() - float(when) < 5
-    assert (tmp_path / "a" / "summary.json").exists() == through
-    assert len(list((tmp_path / "a").glob("checkpoints/step-*"))) == through
+@pytest.mark.soak
+def test_ctrl_c_under_torchrun_is_one_line_and_ends_all(tmp_path):
+    """torchrun hands on the signal to its ranks, which are not the terminal's."""
+    strike = {"rank": 1, "point": "learning", "passing": 2, "how": "SIGINT"}
+    result = torchrun(3, "tests/interrupted_worker.py", json.dumps([strike]), tmp_path, *SMALL,
+                      *EVERY_STEP, f"run.dir={tmp_path}")
+    assert time.time() - when_struck(tmp_path) < 20  # torchrun would kill after 30
+    assert result.returncode != 0 and "/main.py\", line" not in result.stderr
+    said, = re.findall("\nstopped by Ctrl-C; (.*)\n", result.stderr)
+    assert said == newest_saved(tmp_path)
 
 
-@pytest.mark.parametrize(("how", "code", "saved"), [("Ctrl-C", 130, True),
-                                                    ("Ctrl-C twice", -signal.SIGINT, False)])
-def test_ctrl_c_saves_the_step_and_a_second_one_ends_the_run_at_once(how, code, saved, tmp_path):
-    strike = {"rank": 0, "point": "sampling", "passing": 2, "how": how}
-    result = interrupted(1, strike, tmp_path, "training.max_steps=9", "checkpoint.every=100")
-    assert result.codes == [code] and "Traceback" not in result.stderr, result.stderr
-    assert result.stderr.count("\nstopping after this step; Ctrl-C again to stop now\n") == 1
-    if saved:
-        assert_stopped(result, tmp_path, saved=2, name="SIGINT")
-    assert list((tmp_path / "a").glob("checkpoints/step-*")) == [
-        tmp_path / "a" / "checkpoints" / "step-000002"] * saved
-
-
-def stop_a_forked_child():
+def fork_and_press_ctrl_c():
+    """As a reward may fork, and as a terminal sends SIGINT to all processes."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    on_ctrl_c(lambda: "nothing is saved yet")
     readable, writable = os.pipe()
-    join()
-    stop_signals()
     child = os.fork()
     if child == 0:
         os.write(writable, b"here")  # a signal that comes sooner is lost in the fork
         time.sleep(100)
         os._exit(0)
     os.read(readable, 4)
-    os.kill(child, signal.SIGTERM)
-    _, status = os.waitpid(child, 0)
-    assert os.WTERMSIG(status) == signal.SIGTERM
+    os.kill(child, signal.SIGINT)
+    os.waitpid(child, 0)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_the_signal_for_a_process_that_a_reward_has_forked_ends_it_alone():
-    result = ranks(1, stop_a_forked_child)
-    assert result.returncode == 0, result.stderr
+def test_ctrl_c_is_one_line_also_where_a_reward_has_forked():
+    result = ranks(1, fork_and_press_ctrl_c)
+    assert result.returncode == 130
+    assert result.stderr == "\nstopped by Ctrl-C; nothing is saved yet\n"
 
 
 # ---------------------------------------------------------------- damage
@@ -270,14 +280,9 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_goes_on_to_the_sam
     def garble(path):
         path.write_bytes(random.Random(path.name).randbytes(path.stat().st_size))
 
-    def falsify(path):  # JSON all the same
-        state = json.loads(path.read_text()) if path.name == "state.json" else {}
-        path.write_text(json.dumps({**state, random.Random(path.parent.name).choice(
-            ["step", "best", "num_ranks", "config", "log"]): {}}))
-
     for name in names:
-        for damage in (truncate, garble, falsify, lambda path: path.write_text("[]"),
-                       lambda path: path.write_bytes(b""),
+        for damage in (truncate, garble, lambda path: path.write_text("{}"),
+                       lambda path: path.write_text("[]"), lambda path: path.write_bytes(b""),
                        lambda path: path.unlink()):
             shutil.rmtree(tmp_path / "damaged", ignore_errors=True)
             shutil.copytree(tmp_path / "whole" / "a", tmp_path / "damaged" / "a", symlinks=True)

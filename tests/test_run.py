@@ -1,7 +1,6 @@
 """Whole runs of main.py: what they leave behind, what they say, and what must not change from one
 to another."""
 
-import contextlib
 import json
 import math
 import random
@@ -12,13 +11,14 @@ import pytest
 import torch
 import transformers
 import yaml
-from conftest import ARCHITECTURES, NO_BAR, make_config, read_jsonl, run_main, start
+from conftest import ARCHITECTURES, SILENT_LOG, make_config, read_jsonl, run_main, start
 from processes import ROOT, ranks, torchrun
 from processes import run as run_command
 
 import main
-from machinery.launch import leave
-from machinery.ranks import join, part
+from machinery import metrics as measuring
+from machinery import ranks as ranks_of_machinery
+from machinery.launch import end_process
 
 SHORT = ["training.max_steps=3", "training.max_new_gen_tokens=24",
          "training.num_samples_per_step=2", "training.k_best_of_n=[4,4]",
@@ -26,8 +26,7 @@ SHORT = ["training.max_steps=3", "training.max_new_gen_tokens=24",
 TIMES = {"tokens_per_second", "seconds/sample", "seconds/score", "seconds/refill", "seconds/learn",
          "memory_gb", "memory_reserved_gb"}
 # measured of the first step, and of each that is evaluated
-CHANGE = {"moved", "moved_as_meant", "change_as_meant", "change_rewarded", "change_punished",
-          "sampler_stale"}
+CHANGE = {"moved", "moved_as_meant", "change_as_meant", "change_rewarded", "change_punished"}
 
 
 def run(num_ranks, folder, *more,
@@ -132,8 +131,8 @@ def test_every_architecture_trains_a_step(architecture, model_folder, tmp_path, 
 def test_a_users_mistake_is_one_line_and_exit_code_two_on_every_rank(tmp_path):
     result = torchrun(2, "main.py", "training.learning_rat=1", f"run.dir={tmp_path}")
     assert result.returncode == 1  # torchrun's own
-    assert ("error: training.learning_rat=1: there is no such key; "
-            "the nearest is training.learning_rate\n" in result.stderr)
+    assert ("error: training.learning_rat=1: there is no such key. "
+            "Did you mean training.learning_rate?\n" in result.stderr)
     # Rank 0 says it, and torchrun's report says it again for each rank, last of all.
     assert sum(line.startswith("error: ") for line in result.stderr.splitlines()) == 1
     assert result.stderr.count("traceback : error: training.learning_rat=1: there is") == 2
@@ -160,7 +159,8 @@ def test_the_split_is_by_content_and_the_order_by_seed_alone(tmp_path, monkeypat
     def content(rows):
         return [(tuple(sorted(row["nums"])), row["target"]) for row in rows]
 
-    training, validation = main.load_questions(task, None, make_config(**settings), None)
+    questions = main.load_questions(task, None, make_config(**settings))
+    training, validation = (of_split.rows for of_split in questions)
     assert len(validation) == len(set(content(validation))) == 10
     assert not set(content(training)) & set(content(validation))
     assert (set(content(training)) | set(content(validation))
@@ -168,12 +168,14 @@ def test_the_split_is_by_content_and_the_order_by_seed_alone(tmp_path, monkeypat
 
     def batches(num_ranks, per_rank, steps, **more):
         config = make_config(**settings, **more, training__num_samples_per_step=per_rank)
+        run = SimpleNamespace(
+            config=config, training_questions=main.Questions(training, lambda row: [0]))
         monkeypatch.setattr(main, "WORLD_SIZE", num_ranks)
         result = []
-        for step in range(steps):
+        for run.step in range(1, steps + 1):
             for rank in range(num_ranks):
                 monkeypatch.setattr(main, "RANK", rank)
-                result += [id(row) for row in main.questions(training, step + 1, config)]
+                result += [id(question.row) for question in main.questions(run)]
         return result
 
     order = batches(1, 12, 30)
@@ -184,21 +186,19 @@ def test_the_split_is_by_content_and_the_order_by_seed_alone(tmp_path, monkeypat
     assert batches(1, 12, 30, training__seed=1) != order
 
 
-class Kept:
+class Kept(SimpleNamespace):
     """In place of a run's folder and its log."""
 
     def __init__(self):
-        self.evaluations, self.saved, self.seconds = [], [], {}
+        super().__init__(**{**vars(SILENT_LOG), "seconds": {}})
+        self.first_evaluation = None
+        self.evaluations, self.saved = [], []
 
     def evaluation(self, *what):
         self.evaluations.append(what)
 
-    def save_best(self, run, metrics):
-        self.saved.append(metrics)
-
-    @contextlib.contextmanager
-    def phase(self, name, total):
-        yield NO_BAR
+    def save_best(self, run, card):
+        self.saved.append(card)
 
 
 def wilson(share: float, n: float, side: int) -> float:
@@ -219,7 +219,8 @@ def wilson(share: float, n: float, side: int) -> float:
     ([[1, 1]], wilson(1, 1, -1), 1.0), ([[1, 1]] * 7 + [[0, 0]], wilson(7 / 8, 8, -1),
                                         wilson(7 / 8, 8, 1))])
 def test_the_interval_stays_within_0_and_1_and_is_never_a_point(groups, low, high):
-    answers = [[main.Trajectory({}, [], [0], "", False, {"format": 1.0, "answer": value})
+    answers = [[main.Trajectory(main.Question({}, []), [0], "", False,
+                                {"format": 1.0, "answer": value})
                 for value in group] for group in groups]
     metrics = main.evaluation_metrics(answers, main.load_task(make_config()))
     assert metrics["eval/solved_low"] == pytest.approx(low, abs=1e-9)
@@ -229,17 +230,19 @@ def test_the_interval_stays_within_0_and_1_and_is_never_a_point(groups, low, hig
 def test_best_of_n_and_mean_accuracy_by_hand():
     task = main.load_task(make_config())
     solved = [[1, 0, 0], [0, 0, 0], [1, 1, 1], [0, 1, 1], [0, 0, 0]]
-    groups = [[main.Trajectory({"group": 3 + (i > 2)}, [], [0] * (j + 1), "", j == 2,
+    groups = [[main.Trajectory(main.Question({"group": 3 + (i > 2)}, []), [0] * (j + 1), "", j == 2,
                                {"format": 0.5, "answer": float(value)}, value + 0.05)
                for j, value in enumerate(values)] for i, values in enumerate(solved)]
     run = SimpleNamespace(task=task, step=7, best=(0.0, 0.0), folder=Kept(), log=Kept())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(main, "evaluate", lambda run: groups)
-        main.evaluation_step(run)
-        main.evaluation_step(run)
+        patch.setattr(main, "model_card", lambda run, before, now: now)
+        main.evaluate_and_keep_best(run)
+        main.evaluate_and_keep_best(run)
     (step, metrics, answers), again = run.log.evaluations
     assert (step, answers) == (7, groups) and again == run.log.evaluations[0]
     assert run.best == pytest.approx((3 / 5, 6 / 15)) and run.folder.saved == [metrics]  # once
+    assert run.last_evaluation == 7
     # so many draws of 0 or 1 have as much variance as the mean over the five questions
     variance = ((1 / 3 - .4) ** 2 + .16 + .36 + (2 / 3 - .4) ** 2 + .16) / 4
     n = .4 * .6 / (variance / 5)
@@ -258,25 +261,28 @@ def test_best_of_n_and_mean_accuracy_by_hand():
 
 def evaluate_made_up_answers(folder):
     """Rank 0 leaves what it gathered behind."""
-    def answers(run, rows, num_samples, bar):
-        return [main.Trajectory(row, [], [0], str(j < row["solved_by"]), False)
-                for row in rows for j in range(num_samples)]
+    def answers(run, questions, group_size):
+        return [[main.Trajectory(question, [0], str(j < question.row["solved_by"]), False)
+                 for j in range(group_size)] for question in questions]
 
     task = SimpleNamespace(
         REWARD_WEIGHTS={"right": 1.0}, SOLVED="right",
         reward_function=lambda completion, row: {"right": float(completion == "True")})
-    join()
+    ranks_of_machinery.join()
     main.sample = answers
+    main.model_card = lambda *_: ""
     rows = [{"prompt": "", "question": i, "solved_by": i} for i in range(5)]
     run = SimpleNamespace(config=make_config(validation__best_of_n=3), task=task, step=0,
-                          best=(0.0, 0.0), validation_rows=rows, folder=Kept(), log=Kept())
-    main.evaluation_step(run)
+                          best=(0.0, 0.0), folder=Kept(), log=Kept(),
+                          validation_questions=main.Questions(rows, lambda row: [0]))
+    main.evaluate_and_keep_best(run)
+    assert run.last_evaluation == 0
     assert len(run.log.evaluations) == (main.RANK == 0)
     for _, metrics, groups in run.log.evaluations:
-        order = [[answer.row["question"] for answer in group] for group in groups]
+        order = [[answer.question.row["question"] for answer in group] for group in groups]
         (folder / "evaluation.json").write_text(json.dumps({"metrics": metrics, "order": order}))
-    part()
-    leave(0)
+    ranks_of_machinery.leave_group()
+    end_process(0)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -293,25 +299,26 @@ def test_five_questions_are_evaluated_and_gathered_in_order_on_any_number_of_ran
 
 def test_step_metrics_are_means_over_groups_and_answers(one_rank):
     stream = random.Random(0)
-    groups = [[main.Trajectory({}, [], [0] * stream.randint(1, 9), "", False,
+    groups = [[main.Trajectory(main.Question({}, []), [0] * stream.randint(1, 9), "", False,
                                {"format": 1.0, "answer": 0.0}, reward)
                for reward in rewards] for rewards in ([0.1, 0.1], [0.0, 1.0], [1.1, 0.1])]
     trajectories = [trajectory for group in groups for trajectory in group]
-    run = SimpleNamespace(task=main.load_task(make_config()), log=Kept(),
-                          optimizer=SimpleNamespace(param_groups=[{"lr": 0.125}]))
+    # Step 2 is not evaluated, so nothing but what is patched in here is measured.
+    run = SimpleNamespace(task=main.load_task(make_config()), log=Kept(), config=make_config(),
+                          step=2, optimizer=SimpleNamespace(param_groups=[{"lr": 0.125}]))
     run.log.seconds = {"sample": 1.25, "score": 0.25, "refill": 0.0, "learn": 0.5, "evaluate": 9.0}
-    nothing = {"loss": 0.0, "entropy": math.nan, "grad_norm": math.nan, "learned": 0, "updated": 0,
-               "non_finite": 0}
     update = {"loss": 2.0, "entropy": 0.5, "grad_norm": 1.0, "learned": 4, "updated": 1,
               "non_finite": 0}
     bad = {**update, "loss": math.inf, "grad_norm": math.nan, "updated": 0, "non_finite": 1}
-    measured = {"sampler_gap": 0.25, "moved": math.nan}
     updates = [update, {**update, "loss": 4.0}, bad]
-    metrics = main.step_metrics(run, groups, groups, updates, measured)
+    report = measuring.StepReport(run, groups, groups)
+    report.measured = {"sampler_gap": 0.25, "moved": math.nan}
+    metrics = report.metrics(trajectories, updates)
     assert (metrics["loss"], metrics["updated"], metrics["non_finite"]) == (3.0, 2, 1)
     assert metrics["learning_rate"] == 0.125
     assert (metrics["sampler_gap"], metrics["moved"]) == (0.25, None)
-    without = main.step_metrics(run, groups, groups, [nothing], {})
+    without = measuring.StepReport(run, groups, groups).metrics(
+        trajectories, [measuring.NOTHING_LEARNED])
     assert (without["loss"], without["entropy"], without["grad_norm"]) == (0.0, None, None)
     assert metrics["reward"] == pytest.approx(2.4 / 6)
     assert metrics["reward_std"] == pytest.approx((0 + 0.5 + 0.5) / 3)

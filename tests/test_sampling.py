@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import (
     ARCHITECTURES,
-    NO_BAR,
+    SILENT_LOG,
     VOCABULARY,
     clear_choices,
     gradient,
@@ -24,7 +24,11 @@ from processes import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import main
-from machinery.policy import ROOM
+from machinery import metrics, sampling
+from machinery.errors import UserError
+from machinery.prompts import CACHE_ROOM
+from machinery.ranks import random_stream
+from machinery.tasks import Questions, encode_prompt
 
 sys.path.append(str(ROOT / "bench"))
 import continuous
@@ -35,32 +39,32 @@ make_model = functools.partial(conftest.make_model, spread=0.25)  # with clear c
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [3, 4], [2, 9, 2, 9, 2]]
 
 
-def tokenizer_of(eos: int, pad: int | None):
+class Tokenizer:
     """As much of a tokenizer as sampling uses, over the random models' vocabulary."""
 
-    class Tokenizer:
-        eos_token_id, pad_token_id = eos, pad
+    def __init__(self, eos: int):
+        self.eos_token_id = eos
 
-        def __call__(self, text):
-            return {"input_ids": [int(word) for word in text.split()]}
-
-        def decode(self, ids, **_):
-            return " ".join(map(str, ids))
-
-    return Tokenizer()
+    def decode(self, ids, **_):
+        return " ".join(map(str, ids))
 
 
-def sampling_run(model, eos=0, pad=0, **overrides):
+def sampling_run(model, eos=0, **overrides):
     """What `sample` uses of a run."""
     config = make_config(**{"model__precision": "float32", **overrides})
-    tokenizer = tokenizer_of(eos, pad)
-    return SimpleNamespace(config=config, task=None, tokenizer=tokenizer,
-                           sampler=main.make_sampler(model, tokenizer, config))
+    tokenizer = Tokenizer(eos)
+    return SimpleNamespace(config=config, tokenizer=tokenizer, log=SILENT_LOG,
+                           stop_ids=main.find_stop_ids(model, tokenizer),
+                           sampler=main.make_sampler(model, config))
 
 
-def sample_from(run, prompts, num_samples, bar=NO_BAR):
-    rows = [{"prompt": " ".join(map(str, prompt))} for prompt in prompts]
-    return main.sample(run, rows, num_samples, bar)
+def sample_from(run, prompts, num_samples):
+    """The answers of all groups, one after the other."""
+    questions = [main.Question({}, prompt) for prompt in prompts]
+    groups = main.sample(run, questions, num_samples)
+    for question, group in zip(questions, groups, strict=True):
+        assert len(group) == num_samples and all(each.question is question for each in group)
+    return [answer for group in groups for answer in group]
 
 
 def sample(model, prompts, num_samples, **how):
@@ -69,9 +73,9 @@ def sample(model, prompts, num_samples, **how):
 
 @pytest.fixture
 def engine(request, monkeypatch):
-    """What answers are sampled with: `main.complete`, or what bench/continuous.py puts there."""
+    """What answers are sampled with: `main.generate`, or what bench/continuous.py puts there."""
     if request.param == "continuous":
-        monkeypatch.setattr(main, "complete", continuous.complete)
+        monkeypatch.setattr(main, "generate", continuous.generate)
     return request.param
 
 
@@ -117,12 +121,13 @@ def test_samples_follow_the_models_softmax_whatever_its_generation_config_says(
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("at_once", [5, ROOM + 4])  # tokens that the cache has room for, and more
+# tokens that the cache has room for, and more
+@pytest.mark.parametrize("at_once", [5, CACHE_ROOM + 4])
 def test_prefix_sharing_padding_and_leaving_early_change_no_token(
         architecture, at_once, monkeypatch):
     """Greedy answers (top_k 1) to ragged prompts are what one pass without padding or cache would
     choose."""
-    monkeypatch.setattr(main, "TOKENS_PER_SLICE", at_once)
+    monkeypatch.setattr(sampling, "TOKENS_PER_SLICE", at_once)
     model, L = make_model(architecture), 40
     model.generation_config.eos_token_id = model.config.eos_token_id = None
     prompts = [*PROMPTS, *([token] * 3 for token in range(18, 24))]
@@ -134,8 +139,9 @@ def test_prefix_sharing_padding_and_leaving_early_change_no_token(
             prompt, completion = trajectory.prompt_ids, trajectory.completion_ids
             logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1:-1]
             assert clear_choices(logits) == completion
-            assert stop not in completion[:-1] and trajectory.truncated == (completion[-1] != stop)
-            assert len(completion) == L if trajectory.truncated else len(completion) <= L
+            assert stop not in completion[:-1]
+            assert trajectory.is_truncated == (completion[-1] != stop)
+            assert len(completion) == L if trajectory.is_truncated else len(completion) <= L
         assert ([t.prompt_ids for t in trajectories]
                 == [prompt for prompt in prompts for _ in range(3)])
         return [t.completion_ids for t in trajectories]
@@ -153,28 +159,29 @@ def test_sampling_stops_at_any_of_the_models_stop_tokens_and_keeps_the_one_sampl
     model.generation_config.eos_token_id = [3, 4]
     trajectories = sample(model, PROMPTS, 40, eos=5, training__max_new_gen_tokens=30)
     stops = {0, 3, 4, 5}  # 0 comes from the model's own config
-    assert {t.completion_ids[-1] for t in trajectories if not t.truncated} == stops
+    assert {t.completion_ids[-1] for t in trajectories if not t.is_truncated} == stops
     for trajectory in trajectories:
         assert not stops & set(trajectory.completion_ids[:-1])
-        ids = trajectory.completion_ids if trajectory.truncated else trajectory.completion_ids[:-1]
-        assert trajectory.completion == " ".join(map(str, ids))
+        ids = trajectory.completion_ids
+        text_ids = ids if trajectory.is_truncated else ids[:-1]
+        assert trajectory.completion == " ".join(map(str, text_ids))
 
 
 def test_the_stop_token_is_trained_on_and_padding_is_not_where_both_are_one_id(one_rank):
     """Pad, end of sequence and end of text are all 0 here, and the learner pads with 0 too."""
     model = make_model("gpt2", torch.float64)
-    trajectories = sample(model, PROMPTS, 8, eos=0, pad=None, training__max_new_gen_tokens=30)
-    assert any(not t.truncated for t in trajectories)
+    trajectories = sample(model, PROMPTS, 8, eos=0, training__max_new_gen_tokens=30)
+    assert any(not t.is_truncated for t in trajectories)
     assert len({len(t.completion_ids) for t in trajectories}) > 3
     for i, trajectory in enumerate(trajectories):
-        trajectory.advantage = float(not trajectory.truncated) * (1 + i % 3)
+        trajectory.advantage = float(not trajectory.is_truncated) * (1 + i % 3)
     config = make_config(training__num_samples_per_step=3, training__max_new_gen_tokens=30,
                          training__max_grad_norm=None, model__precision="float32")
-    _, targets = main.states_before(model, trajectories)
+    _, targets = main.states_before_tokens(model, trajectories)
     completions = [t.completion_ids for t in trajectories]
     assert targets.tolist() == [token for completion in completions for token in completion]
 
-    main.policy_gradient(make_policy(model, config), trajectories, NO_BAR)
+    main.policy_gradient(make_policy(model, config), trajectories)
     reference = make_model("gpt2", torch.float64)
     plain_loss(reference, trajectories, 3 * 8, 30, 1.0).backward()
     assert relative_error(gradient(model), gradient(reference)) < 1e-11
@@ -189,13 +196,55 @@ def test_the_stop_token_is_trained_on_and_padding_is_not_where_both_are_one_id(o
 
 def test_sampling_is_repeated_by_the_same_seed_step_and_rank_and_by_nothing_else():
     def draw(seed, step, purpose):
-        main.random_stream(seed, step, purpose)
+        torch.manual_seed(random_stream(seed, step, purpose).getrandbits(63))
         return [t.completion_ids
                 for t in sample(model, PROMPTS[:1], 4, training__max_new_gen_tokens=8)]
     model = make_model()
     assert draw(0, 1, "train") == draw(0, 1, "train")
     others = [draw(1, 1, "train"), draw(0, 2, "train"), draw(0, 1, "evaluate")]
     assert all(other != draw(0, 1, "train") for other in others)
+
+
+class Sampled(Exception):
+    """Holds the seed of PyTorch's random numbers."""
+
+
+@pytest.mark.parametrize("phase", [main.training_step, main.evaluate])
+def test_a_step_and_an_evaluation_sample_with_numbers_of_their_own(phase, monkeypatch):
+    def sample(run, questions, group_size):
+        raise Sampled(torch.initial_seed())
+
+    def seed(step, **keys):
+        torch.seed()
+        questions = [main.Question({}, [number]) for number in range(20)]
+        run = SimpleNamespace(config=make_config(**keys), step=step, log=SILENT_LOG,
+                              training_questions=questions, validation_questions=questions)
+        with pytest.raises(Sampled) as raised:
+            phase(run)
+        return raised.value.args[0]
+
+    monkeypatch.setattr(main, "sample", sample)
+    assert seed(1) == seed(1)
+    other_phase = main.random_stream(0, 1, "another phase").getrandbits(63)
+    seeds = {seed(1), seed(2), seed(1, training__seed=1), other_phase}
+    monkeypatch.setattr("machinery.ranks.RANK", 1)
+    assert len(seeds | {seed(1)}) == 5
+
+
+def test_a_prompt_is_encoded_when_it_is_first_asked_for_and_then_kept():
+    encoded = []
+
+    def encode(row):
+        encoded.append(row["number"])
+        return [row["number"]]
+
+    questions = Questions([{"number": number} for number in range(6)], encode)
+    assert len(questions) == 6 and encoded == []
+    assert [question.prompt_ids for question in questions[1::3]] == [[1], [4]]
+    assert questions[4] is questions[4] and questions[4].row is questions.rows[4]
+    assert encoded == [1, 4]
+    assert [question.row["number"] for question in questions] == [0, 1, 2, 3, 4, 5]
+    assert sorted(encoded) == [0, 1, 2, 3, 4, 5]
 
 
 def test_sampling_works_with_gradient_checkpointing_on_and_learning_is_in_train_mode_all_the_same(
@@ -215,7 +264,7 @@ def test_sampling_works_with_gradient_checkpointing_on_and_learning_is_in_train_
     model.base_model.register_forward_pre_hook(
         lambda *_: modes.append({module.training for module in model.modules()}))
     main.policy_gradient(make_policy(model, make_config(model__precision="float32")),
-                         make_trajectories(4), NO_BAR)
+                         make_trajectories(4))
     assert modes and all(mode == {True} for mode in modes)
 
 
@@ -263,10 +312,10 @@ def test_each_call_samples_from_the_weights_as_they_are_and_leaves_the_model_as_
 
 def test_continuous_batching_repeats_itself_with_the_seed_and_only_with_it(monkeypatch):
     def draw(seed):
-        main.random_stream(seed, 1, "train")
+        torch.manual_seed(random_stream(seed, 1, "train").getrandbits(63))
         answers = sample(model, PROMPTS, 3, training__max_new_gen_tokens=10)
         return [answer.completion_ids for answer in answers]
-    monkeypatch.setattr(main, "complete", continuous.complete)
+    monkeypatch.setattr(main, "generate", continuous.generate)
     model = make_model()
     assert draw(0) == draw(0) != draw(1)
 
@@ -276,8 +325,8 @@ def test_an_answer_that_continuous_batching_has_lost_stops_the_run(monkeypatch):
     complete = type(model).generate_batch
     monkeypatch.setattr(type(model), "generate_batch",
                         lambda *arguments: dict(list(complete(*arguments).items())[1:]))
-    monkeypatch.setattr(main, "complete", continuous.complete)
-    with pytest.raises(main.UserError, match="continuous batching returned 5 of 6 answers"):
+    monkeypatch.setattr(main, "generate", continuous.generate)
+    with pytest.raises(UserError, match="continuous batching returned 5 of 6 answers"):
         sample(model, PROMPTS, 2, training__max_new_gen_tokens=4)
 
 
@@ -285,12 +334,12 @@ def test_the_chat_style_puts_the_same_question_through_the_template():
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny" / "model")
     task = main.load_task(make_config())
     row = {"prompt": task.generate_prompt([3, 7, 25], 88)}
-    base = tokenizer.decode(main.encode_prompt(row, task, tokenizer, make_config()))
+    base = tokenizer.decode(encode_prompt(row, task, tokenizer, make_config()))
     assert base == row["prompt"] and base.endswith("<think>")
     tokenizer.chat_template = (
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}[assistant]")
     chat = tokenizer.decode(
-        main.encode_prompt(row, task, tokenizer, make_config(data__prompt_style="chat")))
+        encode_prompt(row, task, tokenizer, make_config(data__prompt_style="chat")))
     assert chat == (f"[system]{task.SYSTEM_MESSAGE}\n"
                     f"[user]{base.removesuffix('<think>').strip()}\n[assistant]<think>")
 
@@ -300,36 +349,45 @@ def test_the_embedded_model_loads_as_any_other():
     assert 1_000_000 <= sum(parameter.numel() for parameter in model.parameters()) <= 1_800_000
 
 
-class Bar:
-    """Counts what it is told."""
+class CountingLog:
+    """Counts by how much the bar is to move."""
 
     def __init__(self):
         self.done = 0
 
-    def update(self, n):
-        self.done += n
+    def advance(self, count):
+        self.done += count
 
 
-def test_bars_end_at_their_total(one_rank):
-    """Also where answers are cut off, and where a rank with nothing to learn runs one all the
-    same."""
-    bar, model = Bar(), make_model()
-    answers = sample_from(sampling_run(model, training__max_new_gen_tokens=3), PROMPTS, 8, bar)
-    assert any(answer.truncated for answer in answers) and not all(
-        answer.truncated for answer in answers)
-    assert bar.done == len(answers)
+@BOTH_ENGINES
+def test_the_bar_of_sampling_ends_at_its_total(engine):
+    """Also where answers are truncated, and where they are sampled in several calls."""
+    run = sampling_run(make_model(), training__max_new_gen_tokens=3, sampling__max_rows=10)
+    run.log = CountingLog()
+    answers = sample_from(run, PROMPTS, 8)
+    assert any(answer.is_truncated for answer in answers)
+    assert not all(answer.is_truncated for answer in answers)
+    assert run.log.done == len(answers)
+
+
+def test_the_bar_of_learning_ends_at_its_total(one_rank, monkeypatch):
+    """Also where a rank with nothing to learn makes a backward pass all the same."""
     trajectories = make_trajectories(12)
     for trajectory in trajectories:
         trajectory.advantage = 0.0
-    learner = make_policy(model, make_config(model__precision="float32"))
+    run = make_policy(make_model(), make_config(model__precision="float32"))
+
+    def sum_over_ranks(values):  # as if another rank had something to learn
+        return {name: value + 1.0 for name, value in values.items()}
+
+    for module in (main, metrics):
+        monkeypatch.setattr(module, "sum_over_ranks", sum_over_ranks)
     for learned in (0, 5):
         for trajectory in trajectories[:learned]:
             trajectory.advantage = 1.0
-        with pytest.MonkeyPatch.context() as patch:  # as if another rank had something to learn
-            patch.setattr(main, "over_ranks", lambda values: [value + 1.0 for value in values])
-            bar = Bar()
-            main.policy_gradient(learner, trajectories, bar)
-        assert bar.done == len(trajectories)
+        run.log = CountingLog()
+        main.policy_gradient(run, trajectories)
+        assert run.log.done == len(trajectories)
 
 
 def test_a_sampler_of_another_shape_is_never_refreshed_in_part():

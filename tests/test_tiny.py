@@ -185,9 +185,10 @@ def test_the_folder_and_the_model_are_of_the_promised_size(folder):
 
 
 def test_validation_problems_are_in_neither_kind_of_training(rows):
-    training, validation = main.load_questions(countdown, None, make_config(), print)
+    training, validation = main.load_questions(countdown, None, make_config())
     assert len(validation) >= 256
-    assert not {row["problem"] for row in training} & {row["problem"] for row in validation}
+    problems = [{row["problem"] for row in questions.rows} for questions in (training, validation)]
+    assert not problems[0] & problems[1]
 
 
 def test_a_much_smaller_one_is_built_by_the_same_code_and_trains_a_step(tmp_path):

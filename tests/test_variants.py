@@ -5,7 +5,6 @@ import sys
 import pytest
 import torch
 from conftest import (
-    NO_BAR,
     gradient,
     make_config,
     make_model,
@@ -38,7 +37,7 @@ def test_only_one_sign_of_advantages_is_left(name, sign, changed):
     training = make_config().training
     main.compute_advantages(plain, training, None)
     changed(name)
-    assert len(main.compute_advantages(own, training, None)) == 8  # B counts all of them
+    assert len(main.compute_advantages(own, training, None)) == 8  # all of them count in the loss
     assert [each.advantage for each in own] == [
         each.advantage if each.advantage * sign > 0 else 0 for each in plain]
     assert 0 < sum(each.advantage != 0 for each in own) < 8
@@ -55,12 +54,12 @@ def test_four_bits_are_fifteen_values_a_row_and_none_is_far_from_its_own():
 
 def test_the_sampler_is_eight_updates_behind_and_the_evaluated_model_is_not(changed, monkeypatch):
     model = make_model()
-    tokenizer = type("Tokenizer", (), {"eos_token_id": 0})
+    model.generation_config.temperature = 0.3
     monkeypatch.setitem(variants.plain, "evaluate",
                         lambda run: [each.clone() for each in run.sampler.parameters()])
     changed("behind")
-    sampler = main.make_sampler(model, tokenizer, make_config())
-    assert sampler.generation_config.eos_token_id == [0]
+    sampler = main.make_sampler(model, make_config())
+    assert sampler.generation_config.temperature != 0.3  # never the model's own
     run = type("Run", (), {"model": model, "sampler": sampler})
     first = next(model.parameters()).detach().clone()
     for update in range(1, 20):
@@ -88,5 +87,6 @@ def test_weights_make_up_for_what_answers_were_drawn_with(changed, one_rank):
     run = make_policy(model, config)
     run.model, run.sampler = model, sampler
     run.optimizer = torch.optim.SGD(run.policy.parameters(), lr=0.0)
-    main.learn(run, answers, NO_BAR)
+    run.step = 1
+    main.learn(run, answers)
     assert relative_error(gradient(model), expected) < 1e-9
