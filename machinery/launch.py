@@ -34,7 +34,7 @@ def launch(main: Callable[[list[str]], None], arguments: list[str] | None = None
 
 
 def tell_mistake(error: UserError) -> int:
-    line = f"error: {error}"
+    line = f"error: {describe(error, 600)}"
     tell_torchrun(line)
     if isinstance(error, SharedError):
         # All ranks have this error, and rank 0 prints it. The others wait until it has, because

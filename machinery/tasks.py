@@ -149,7 +149,7 @@ def check_names(module: ModuleType, source: str) -> dict[str, float]:
         is_number = isinstance(weight, Real) and abs(weight) <= MOST
         if not isinstance(part, str) or not is_number:
             raise UserError(refusal)
-        is_taken = part in TAKEN or part.endswith("_std")
+        is_taken = part in TAKEN or part.endswith("_std") or "/" in part
         is_solved = part == "solved" and solved == "solved"  # The metric has the same value.
         if is_taken and not is_solved:
             raise UserError(f"{source}: a metric has the name {part!r}; call this part of the "
