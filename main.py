@@ -120,7 +120,7 @@ def training_step(run: Run) -> dict[str, float]:
     run.step += 1
     training = run.config.training
     num_sampled = training.num_samples_per_step * training.group_size  # own questions x answers
-    # Random numbers are a function of seed, step, purpose, and the rank, which is added in there.
+    # Random numbers are a function of seed, step, purpose and rank. `random_stream` adds the rank.
     stream = random_stream(training.seed, run.step, "train")
     torch.manual_seed(stream.getrandbits(63))
 
@@ -131,7 +131,7 @@ def training_step(run: Run) -> dict[str, float]:
     # 3. Score every answer.
     with run.log.phase("score", num_sampled):
         score(run, sampled_groups)
-    groups, all_groups = refill(run, sampled_groups)  # A variant. By default all are the same.
+    groups, all_groups = refill(run, sampled_groups)  # A variant. By default both are the same.
 
     # 4. Compare every answer with its group. (Only a variant uses `stream` here.)
     answers = []
@@ -244,7 +244,7 @@ class Policy(nn.Module):
         self.model = model
         self.temperature = config.sampling.temperature
         self.use_autocast = config.model.precision == "mixed"
-        self.one_pass = one_pass  # or several passes for one micro-batch, which is faster
+        self.one_pass = one_pass  # for sharded weights, which every pass has to gather
         self.vocabulary_size = model.config.get_text_config().vocab_size
 
     def forward(self, answers: list[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -290,7 +290,7 @@ def policy_loss(
     Why the advantage and not the reward? Otherwise nearly every answer to an easy question would
     push as hard as a rare right answer to a hard one. Subtracting the group's mean makes this less
     noisy. The other answers in the mean change nothing in expectation, as the expected gradient of
-    log_prob(answer) is 0. The answer's own share in it takes 1 / group_size from the gradient.
+    log_prob(answer) is 0. The answer's own share scales the gradient by 1 - 1 / group_size.
 
     Why not the ratio of PPO? It corrects for a policy that has changed since it sampled. With one
     update for each batch it has not. The ratio is 1, and has the gradient of the log-probability.
@@ -332,8 +332,8 @@ def learn(run: Run, answers: list[Trajectory]) -> list[dict[str, float]]:
 
 
 def policy_gradient(run: Run, answers: list[Trajectory]) -> dict[str, float]:
-    """Leaves the gradient of the whole loss in the parameters of every rank. Returns what it is
-    like. Collective."""
+    """Leaves the gradient of the whole loss, its norm limited, in the parameters of every rank.
+    Returns what it is like. Collective."""
     policy = run.policy
     training = run.config.training
     learned = [answer for answer in answers if is_learned_from(answer, training)]
@@ -343,7 +343,7 @@ def policy_gradient(run: Run, answers: list[Trajectory]) -> dict[str, float]:
     if totals["learned"] == 0:
         return dict(NOTHING_LEARNED)
 
-    # Both numbers also count answers without a gradient. All ranks have equally many answers.
+    # These two also count answers without a gradient. All ranks have equally many answers.
     num_answers = len(answers) * WORLD_SIZE
     num_tokens = int(totals["tokens"])
     policy.train()  # `generate` sets eval mode again.
@@ -366,7 +366,7 @@ def policy_gradient(run: Run, answers: list[Trajectory]) -> dict[str, float]:
             (loss * WORLD_SIZE).backward()
         statistics.add(loss=loss, entropy=entropies.sum(), tokens=len(token_log_probs), **watched)
         run.log.advance(len(batch))
-    # In an idle pass, a rank takes part in sharing the gradients, and contributes zeros.
+    # So every rank shares once: in its last micro-batch, or in an idle pass that contributes zeros.
     backward_idly(policy, num_idle_passes)
     max_norm = training.max_grad_norm or math.inf
     grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), max_norm)
@@ -521,8 +521,8 @@ def is_masked(answer: Trajectory, training: TrainingSettings) -> bool:
 def refill(run: Run, groups: list[list[Trajectory]]) -> tuple[list, list]:
     """Dynamic sampling (DAPO, Yu et al. 2025). Key: `refill`, the most rounds; 0 is off.
 
-    A group in which all answers or none are solved is replaced by one for another question, which
-    is chosen at random. Returns the groups to learn from, and all that were sampled."""
+    A group in which all answers or none are solved is replaced by one for a question that is chosen
+    at random. Returns the groups to learn from, and all that were sampled."""
     training = run.config.training
     groups, replaced = list(groups), []
     with run.log.phase("refill"):
@@ -588,14 +588,14 @@ def ratio_objective(
     advantages: torch.Tensor, token_log_probs: torch.Tensor, batch: list[Trajectory],
     training: TrainingSettings,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """PPO's ratio and clipping, also by GSPO and CISPO. Keys: `updates_per_batch`, `ratio`, `clip`.
+    """Ratio and clipping, of PPO, GSPO and CISPO. Keys: `updates_per_batch`, `ratio`, `clip`.
 
     From the second update on, the policy is not the one that sampled the answers. The ratio of
     their probabilities corrects for that. Clipping takes away the gain of moving further. With one
     update neither has an effect. Returns the objective of each token, and whether it is clipped."""
     log_ratio = token_log_probs - torch.cat([answer.old_log_probs for answer in batch])
     if training.ratio == "sequence":
-        # GSPO (Zheng et al. 2025): one ratio for an answer, the geometric mean of its tokens'.
+        # GSPO (Zheng et al. 2025, with loss_normalizer=sequence): the geometric mean of an answer.
         lengths = [answer.num_tokens for answer in batch]
         means = [of_answer.mean().expand_as(of_answer) for of_answer in log_ratio.split(lengths)]
         log_ratio = torch.cat(means)
@@ -620,8 +620,8 @@ def add_reference_log_probs(run: Run, batch: list[Trajectory]) -> None:
 def kl_in_reward(token_log_probs: torch.Tensor, batch: list[Trajectory]) -> torch.Tensor:
     """KL penalty as a part of each token's reward. Keys: `kl_beta`, `kl_in: reward`.
 
-    The penalty keeps the policy near the model as it was loaded. It is detached, and so acts like a
-    negative advantage. The gradient is on average that of the per-token KL(policy || reference)."""
+    It keeps the policy near the model as it was loaded. Detached, it is subtracted from the
+    advantage. The gradient is on average that of the per-token KL(policy || reference)."""
     reference_log_probs = torch.cat([answer.reference_log_probs for answer in batch])
     return (token_log_probs - reference_log_probs).detach()
 
