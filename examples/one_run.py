@@ -32,8 +32,7 @@ TEMPLATE = Path(__file__).with_name("one_run_page.html")
 MOST_BYTES = 2_000_000  # of a page
 MOST_NUMBERS = 80_000  # in all curves of a page
 RIGHT = 0.5  # A question counts as solved if this share of its answers is right.
-# These settings say where a run lies, and nothing about the experiment. The last one is found in
-# older runs only.
+# These settings say where a run lies, and nothing about the experiment.
 OWN_SETTINGS = ("run.name", "run.dir", "run.resume")
 # Each line of samples.jsonl has these names. All other names in it are parts of the reward.
 FIELDS = ("step", "question", "prompt", "completion", "solved", "reward", "truncated",
