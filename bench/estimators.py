@@ -1,25 +1,19 @@
-"""Estimators of the policy gradient against the gradient they estimate: which way each points, and
-how much of one batch is noise.
+"""Compares estimators of the policy gradient with the gradient that they estimate.
 
     .venv/bin/python bench/estimators.py
-        the embedded model, as it stands: a minute on two cores
-    .venv/bin/python bench/estimators.py --config recipes/lab.yaml --model before=tiny/lab/model \
-            --model after=runs/<name>/best
-        another, and after its training, with the settings of that run but for those that make an
-        estimator; the reference of the KL terms is the model that the run began with
+        the tiny model, before training: a minute on two cores
+    .venv/bin/python bench/estimators.py --config recipes/lab.yaml \\
+            --model before=tiny/lab/model --model after=runs/<name>/best
+        the lab model before and after its training
 
-With one update a batch every estimator of the family is a weighted sum of gradients of log pi, one
-for each answer. So one pool of answers with their gradients serves them all: main.py's own
-`compute_advantages` and `policy_loss` say the weights, and nothing is run again. A gradient is kept
-as a sketch, random signs in 4,096 buckets, which leaves cosines as they are to about 0.02.
+With one update a batch, every estimator is a weighted sum of gradients of log pi, one for each
+answer. So one pool of answers with their gradients serves them all. The weights come from main.py's
+own `compute_advantages` and `policy_loss`. A gradient is kept as a sketch: random signs in 4,096
+buckets, which changes a cosine by about 0.02. Later updates of a batch are no such sums. They are
+really made, with AdamW, from other questions.
 
-Two kinds are more than that: a KL term adds its own gradient for each answer, sketched too, and
-later updates of the same batch are made in fact, with AdamW from rest, on other questions.
-
-Whatever is said of a length or an angle comes from products of *different* questions: the mean over
-all pairs of a question's mean gradient with another's is the square of the true length, without the
-noise that both would share. The cosine of one batch is the mean product of a batch with the truth
-over the root of its mean square. Intervals are those of a jackknife over the questions."""
+Noise must not count as signal. So squared lengths and products are means over pairs of *different*
+questions. Intervals of 95 % come from leaving out one question after the other (a jackknife)."""
 
 import argparse
 import copy
@@ -28,8 +22,8 @@ import json
 import math
 import random
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from matplotlib.figure import Figure
@@ -47,60 +41,68 @@ from machinery.ranks import join, random_stream
 from machinery.settings import load_config
 
 BUCKETS = 4096
-BATCH = 128  # answers, for whatever is said of one batch
-OWN, SOLVED = "what it optimises", "what is solved"  # two truths
+BATCH = 128  # answers in what we call one batch
+ROUNDS = 2   # The answers of a pool are dealt into groups so often.
+OWN = "what it optimises"
+SOLVED = "what is solved"
 BEYOND = "batch, beyond Dr. GRPO's"
-LOST = [None, None]  # in the noise
-
-
-def as_it_is(advantage: float, reward: float, G: int) -> float:
-    return advantage
+LOST = [None, None]  # A figure of which only noise is known.
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimator:
     G: int = 8
-    keys: dict = dataclasses.field(default_factory=dict)         # of `training`, over Dr. GRPO's
-    change: Callable[[float, float, int], float] = as_it_is      # what becomes of an advantage
-    pays: dict = dataclasses.field(default_factory=dict)         # over the task's REWARD_WEIGHTS
-    temperature: float | None = None                             # at which answers are drawn
+    keys: dict = dataclasses.field(default_factory=dict)  # of `training`, over Dr. GRPO's
+    change: str = ""                                      # of the advantages, see `changed`
+    pays: dict = dataclasses.field(default_factory=dict)  # over the task's REWARD_WEIGHTS
+    temperature: float | None = None                      # at which answers are sampled
+
+
+def sil(k: int) -> Estimator:
+    return Estimator(keys={"learning_type": "sil", "k_best_of_n": [k, 8]})
 
 
 DEFAULT = "Dr. GRPO, G = 8"
-FAMILIES: dict[str, dict[str, Estimator]] = {
-    "size of the group": {f"G = {G}" if G != 8 else DEFAULT: Estimator(G)
-                          for G in (2, 4, 8, 16, 32, 64)},
-    "baseline": {
-        "no baseline": Estimator(change=lambda advantage, reward, G: reward),
-        "leave one out (RLOO)": Estimator(change=lambda advantage, reward, G:
-                                          advantage * G / (G - 1))},
-    "division": {
-        "over the deviation": Estimator(keys={"scale_rewards": "group"}),
-        "over the own length": Estimator(keys={"loss_normalizer": "sequence"}),
-        "GRPO as published (both)": Estimator(
-            keys={"scale_rewards": "group", "loss_normalizer": "sequence"}),
-        "over the mean (MaxRL)": Estimator(keys={"scale_rewards": "mean"})},
-    "which answers": {
-        "cut-off answers masked": Estimator(keys={"mask_truncated": True}),
-        "only rewarded": Estimator(change=lambda advantage, reward, G: max(advantage, 0.0)),
-        "only punished": Estimator(change=lambda advantage, reward, G: min(advantage, 0.0)),
-        **{f"SIL, {k} best of 8": Estimator(keys={"learning_type": "sil", "k_best_of_n": [k, 8]})
-           for k in (1, 2, 4)}},
-    "rewards and sampling": {
-        **{f"form pays {weight}": Estimator(pays={"format": weight}) for weight in (0.0, 1.0)},
-        **{f"temperature {value}": Estimator(temperature=value) for value in (0.6, 1.4)},
-        **{f"KL 0.02 in the {where}": Estimator(keys={"kl_beta": 0.02, "kl_in": where})
-           for where in ("reward", "loss")}}}
-ESTIMATORS = {name: each for family in FAMILIES.values() for name, each in family.items()}
-# {name: (which update of a batch, clip)}
-LATER = {"second update": (2, None), "second update, clipped": (2, (0.2, 0.2)),
-         "fourth update": (4, None), "fourth update, clipped": (4, (0.2, 0.2))}
+ESTIMATORS = {
+    "G = 2": Estimator(2),
+    "G = 4": Estimator(4),
+    DEFAULT: Estimator(8),
+    "G = 16": Estimator(16),
+    "G = 32": Estimator(32),
+    "G = 64": Estimator(64),
+    "no baseline": Estimator(change="no baseline"),
+    "leave one out (RLOO)": Estimator(change="leave one out"),
+    "over the deviation": Estimator(keys={"scale_rewards": "group"}),
+    "over the own length": Estimator(keys={"loss_normalizer": "sequence"}),
+    "GRPO as published (both)": Estimator(
+        keys={"scale_rewards": "group", "loss_normalizer": "sequence"}),
+    "over the mean (MaxRL)": Estimator(keys={"scale_rewards": "mean"}),
+    "cut-off answers masked": Estimator(keys={"mask_truncated": True}),
+    "only rewarded": Estimator(change="only positive"),
+    "only punished": Estimator(change="only negative"),
+    "SIL, 1 best of 8": sil(1),
+    "SIL, 2 best of 8": sil(2),
+    "SIL, 4 best of 8": sil(4),
+    "form pays 0.0": Estimator(pays={"format": 0.0}),
+    "form pays 1.0": Estimator(pays={"format": 1.0}),
+    "temperature 0.6": Estimator(temperature=0.6),
+    "temperature 1.4": Estimator(temperature=1.4),
+    "KL 0.02 in the reward": Estimator(keys={"kl_beta": 0.02, "kl_in": "reward"}),
+    "KL 0.02 in the loss": Estimator(keys={"kl_beta": 0.02, "kl_in": "loss"}),
+}
+# Which update of a batch, and `training.clip`.
+LATER = {
+    "second update": (2, None),
+    "second update, clipped": (2, (0.2, 0.2)),
+    "fourth update": (4, None),
+    "fourth update, clipped": (4, (0.2, 0.2)),
+}
 
 
 # ---------------------------------------------------------------- a pool of answers
 
 class Sketch:
-    """Gradients of a model, each in BUCKETS numbers."""
+    """Turns a model's gradients into BUCKETS numbers each."""
 
     def __init__(self, model: torch.nn.Module):
         self.parameters = [each for each in model.parameters() if each.requires_grad]
@@ -113,70 +115,74 @@ class Sketch:
         flat = torch.cat([each.flatten() for each in gradients]).cpu() * self.signs
         return flat.new_zeros(BUCKETS).index_add_(0, self.buckets, flat)
 
-    def of_log_pi(self, log_probs: torch.Tensor) -> torch.Tensor:
-        return self.of(torch.autograd.grad(log_probs.sum(), self.parameters, retain_graph=True))
+    def of_value(self, value: torch.Tensor) -> torch.Tensor:
+        return self.of(torch.autograd.grad(value, self.parameters, retain_graph=True))
 
     def of_penalty(self, log_probs: torch.Tensor, answer: main.Trajectory, training,
-                   where: str) -> torch.Tensor:
-        """What a KL term of weight 1 adds to what is ascended, in a batch of this answer alone."""
-        with_kl = training.model_copy(update={"kl_beta": 1.0, "kl_in": where})
+                   kl_in: str) -> torch.Tensor:
+        """Returns what a KL term of weight 1 adds in a batch of this answer alone."""
+        with_kl = training.model_copy(update={"kl_beta": 1.0, "kl_in": kl_in})
         blank = dataclasses.replace(answer, advantage=0.0)
         loss, _ = main.policy_loss(log_probs, [blank], 1, len(log_probs), with_kl)
-        return -self.of(torch.autograd.grad(loss, self.parameters, retain_graph=True))
+        return self.of_value(-loss)
 
 
 @dataclasses.dataclass
 class Pool:
-    """Groups of answers, and for each answer the sketch of the gradient of its log pi, and of its
-    KL terms: (questions, answers, BUCKETS). Equal answers to a question have equal gradients."""
+    """Groups of answers. `sketches` has "log pi" of each answer, and with a reference model its KL
+    terms, "reward" and "loss": (questions, answers, BUCKETS)."""
 
     groups: list[list[main.Trajectory]]
-    sketches: torch.Tensor
-    penalties: dict[str, torch.Tensor]  # {kl_in: ...}; none without a reference
+    sketches: dict[str, torch.Tensor]
 
 
 def questions_of(run: main.Run, count: int) -> list[main.Question]:
     questions = run.training_questions
     if count > len(questions):
-        raise UserError(f"{count} questions are asked for, and there are {len(questions)} to train "
+        raise UserError(f"{count} questions are needed, and there are {len(questions)} to train "
                         "on: see --questions")
-    places = random.Random(run.config.training.seed).sample(range(len(questions)), count)
-    return [questions[place] for place in places]
+    chosen = random.Random(run.config.training.seed).sample(range(len(questions)), count)
+    return [questions[index] for index in chosen]
+
+
+def sampled_groups(run: main.Run, questions: list, G: int) -> list[list[main.Trajectory]]:
+    groups = main.sample(run, questions, G)
+    main.score(run, groups)
+    return groups
 
 
 def seed_sampling(run: main.Run, purpose: str) -> None:
     torch.manual_seed(random_stream(run.config.training.seed, 0, purpose).getrandbits(63))
 
 
-def pool_of(run: main.Run, questions: list[main.Question], answers_each: int,
-            reference: Callable | None = None) -> Pool:
+def pool_of(run: main.Run, questions: list, num_answers: int, reference=None) -> Pool:
     seed_sampling(run, "estimators")
-    groups = main.sample(run, questions, answers_each)
-    main.score(run, groups)
-    answers = [answer for group in groups for answer in group]
+    groups = sampled_groups(run, questions, num_answers)
     training = training_of(run.config, Estimator())
-    sketch, policy, found = Sketch(run.model), run.policy.module.eval(), {}
-    sketches: dict[str, list] = {"log pi": []} | ({"reward": [], "loss": []} if reference else {})
-    for i, answer in enumerate(tqdm(answers, desc="gradients", mininterval=10)):
-        key = i // answers_each, tuple(answer.completion_ids)
-        if key not in found:
-            log_probs, _ = policy([answer])
-            found[key] = {"log pi": sketch.of_log_pi(log_probs)}
-            if reference:
-                answer.reference_log_probs = reference([answer])[0]
-                found[key] |= {where: sketch.of_penalty(log_probs, answer, training, where)
-                               for where in ("reward", "loss")}
-        for name, own in sketches.items():
-            own.append(found[key][name])
-    stacked = {name: torch.stack(own).view(len(questions), answers_each, BUCKETS)
-               for name, own in sketches.items()}
-    return Pool(groups, stacked.pop("log pi"), stacked)
+    sketch = Sketch(run.model)
+    policy = run.policy.module.eval()
+    sketches = {"log pi": [], "reward": [], "loss": []} if reference else {"log pi": []}
+    for group in tqdm(groups, desc="gradients", mininterval=10):
+        known = {}  # Equal answers to a question have equal gradients.
+        for answer in group:
+            key = tuple(answer.completion_ids)
+            if key not in known:
+                log_probs, _ = policy([answer])
+                known[key] = {"log pi": sketch.of_value(log_probs.sum())}
+                if reference:
+                    answer.reference_log_probs, _ = reference([answer])
+                    for kl_in in ("reward", "loss"):
+                        known[key][kl_in] = sketch.of_penalty(log_probs, answer, training, kl_in)
+            for name, own in known[key].items():
+                sketches[name].append(own)
+    shape = (len(questions), num_answers, BUCKETS)
+    return Pool(groups, {name: torch.stack(own).view(shape) for name, own in sketches.items()})
 
 
-# ---------------------------------------------------------------- an estimator on it
+# ---------------------------------------------------------------- an estimator on a pool
 
 def training_of(config, estimator: Estimator):
-    """Dr. GRPO but for the estimator's keys, whatever the run was."""
+    """Returns the settings of Dr. GRPO and the estimator's keys, whatever the run was."""
     plain = {"learning_type": "grpo", "scale_rewards": "none", "loss_normalizer": "max_length",
              "updates_per_batch": 1, "kl_beta": 0.0, "mask_truncated": False,
              "k_best_of_n": [estimator.G, estimator.G]}
@@ -188,324 +194,349 @@ def reward_of(answer: main.Trajectory, task, estimator: Estimator) -> float:
     return sum(weight * answer.reward_parts[part] for part, weight in weights.items())
 
 
-def with_advantages(groups: list[list], training, change: Callable, stream) -> list:
-    """The answers that count in the loss."""
-    for group in groups:
-        for answer in group:
-            answer.advantage = 0.0
-    counted = [answer for group in groups
-               for answer in main.compute_advantages(group, training, stream)]
+def changed(answer: main.Trajectory, G: int, change: str) -> float:
+    if change == "no baseline":
+        return answer.reward
+    if change == "leave one out":
+        return answer.advantage * G / (G - 1)
+    if change == "only positive":
+        return max(answer.advantage, 0.0)
+    if change == "only negative":
+        return min(answer.advantage, 0.0)
+    return answer.advantage
+
+
+def counted_answers(group: list, training, change: str, stream) -> list[main.Trajectory]:
+    """Sets the advantages of a group. Returns the answers that count in the loss."""
+    for answer in group:
+        answer.advantage = 0.0
+    counted = main.compute_advantages(group, training, stream)
     for answer in counted:
-        answer.advantage = change(answer.advantage, answer.reward, training.group_size)
+        answer.advantage = changed(answer, training.group_size, change)
     return counted
 
 
-def weights_of(groups: list[list], training, change: Callable, stream) -> list[float]:
-    """How much of its gradient of log pi each answer of a batch adds to what is ascended, KL terms
-    aside."""
+def weights_of(group: list, training, change: str, stream) -> list[float]:
+    """Returns by how much a batch of this group multiplies each answer's gradient of log pi. KL
+    terms are left out."""
     training = training.model_copy(update={"kl_beta": 0.0})
-    counted, weights = with_advantages(groups, training, change, stream), {}
-    if learned := [answer for answer in counted if main.is_learned_from(answer, training)]:
+    counted = counted_answers(group, training, change, stream)
+    learned = [answer for answer in counted if main.is_learned_from(answer, training)]
+    weights = dict.fromkeys(map(id, group), 0.0)
+    if learned:
         lengths = [answer.num_tokens for answer in learned]
         log_probs = torch.zeros(sum(lengths), dtype=torch.float64, requires_grad=True)
-        tokens = sum(answer.num_tokens for answer in counted)
-        loss, _ = main.policy_loss(log_probs, learned, len(counted), tokens, training)
+        num_tokens = sum(answer.num_tokens for answer in counted)
+        loss, _ = main.policy_loss(log_probs, learned, len(counted), num_tokens, training)
         loss.backward()
-        # one number for all tokens of an answer
-        own = [each[0].item() for each in log_probs.grad.split(lengths)]
-        weights = {id(answer): -weight for answer, weight in zip(learned, own, strict=True)}
-    return [weights.get(id(answer), 0.0) for group in groups for answer in group]
+        for answer, of_tokens in zip(learned, log_probs.grad.split(lengths), strict=True):
+            weights[id(answer)] = -of_tokens[0].item()  # It is the same for all its tokens.
+    return list(weights.values())
 
 
-def by_question(pool: Pool, training, change: Callable,
-                rounds: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each question's mean gradient over groups of G that are drawn from its answers without
-    putting back, `rounds` times over: (questions, BUCKETS); and the mean square of their lengths:
-    (questions,)."""
-    G, stream = training.group_size, random.Random(0)
-    means, squares = [], []
-    for question, (group, own) in enumerate(zip(pool.groups, pool.sketches, strict=True)):
-        drawn = []
-        for _ in range(rounds):
+def by_question(pool: Pool, training, change: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Deals each question's answers into groups of G. Returns the mean gradient of the groups,
+    (questions, BUCKETS), and the mean of their squared lengths, (questions,)."""
+    G = training.group_size
+    stream = random.Random(0)
+    means = []
+    squares = []
+    for question, group in enumerate(pool.groups):
+        gradients = []
+        for _ in range(ROUNDS):
             order = stream.sample(range(len(group)), len(group))
             for start in range(0, len(order) - G + 1, G):
                 chosen = order[start:start + G]
-                weights = weights_of([[group[i] for i in chosen]], training, change, stream)
-                drawn.append(torch.tensor(weights, dtype=own.dtype) @ own[chosen])
-                if beta := training.kl_beta:
-                    drawn[-1] += beta * pool.penalties[training.kl_in][question, chosen].mean(0)
-        drawn = torch.stack(drawn)
-        means.append(drawn.mean(0))
-        squares.append(drawn.square().sum(1).mean())
+                weights = weights_of([group[i] for i in chosen], training, change, stream)
+                own = pool.sketches["log pi"][question, chosen]  # (G, BUCKETS)
+                gradient = torch.tensor(weights, dtype=own.dtype) @ own
+                if training.kl_beta:
+                    penalties = pool.sketches[training.kl_in][question, chosen]
+                    gradient += training.kl_beta * penalties.mean(0)
+                gradients.append(gradient)
+        of_question = torch.stack(gradients)
+        means.append(of_question.mean(0))
+        squares.append(of_question.square().sum(1).mean())
     return torch.stack(means), torch.stack(squares)
 
 
 def truth_of(values: list[list[float]], sketches: torch.Tensor) -> torch.Tensor:
-    """The gradient of the mean of a value, question by question: (questions, BUCKETS)."""
-    values = torch.tensor(values, dtype=sketches.dtype)
+    """Returns the gradient of the mean of a value, (questions, BUCKETS)."""
+    values = torch.tensor(values, dtype=sketches.dtype)  # (questions, answers)
     advantages = values - values.mean(1, keepdim=True)
     return torch.einsum("qk,qkm->qm", advantages, sketches) / (values.shape[1] - 1)
 
 
+def own_truth(pool: Pool, task, estimator: Estimator, training) -> torch.Tensor:
+    """Returns the gradient of what the estimator optimises: its expected reward, at its own
+    temperature, less its KL term. It is divided by L as in the loss."""
+    rewards = [[reward_of(answer, task, estimator) for answer in group] for group in pool.groups]
+    truth = truth_of(rewards, pool.sketches["log pi"]) / training.max_new_gen_tokens
+    if training.kl_beta:
+        truth = truth + training.kl_beta * pool.sketches[training.kl_in].mean(1)
+    return truth
+
+
 def later_updates(run: main.Run, questions: list[main.Question]) -> dict[str, torch.Tensor]:
-    """What is ascended in the later updates of LATER, for batches of these questions: (batches,
-    BUCKETS). Each batch begins with the same weights, and an optimizer at rest."""
-    sketch, G = Sketch(run.model), Estimator().G
+    """Returns the gradients of the updates in LATER, (batches, BUCKETS). Each batch begins with the
+    same weights and a new optimizer."""
+    sketch = Sketch(run.model)
     run.optimizer.param_groups[0]["lr"] = run.config.training.learning_rate
-    before = copy.deepcopy([run.model.state_dict(), run.optimizer.state_dict()])
-    found: dict[str, list] = {name: [] for name in LATER}
+    weights = copy.deepcopy(run.model.state_dict())
+    new_optimizer = copy.deepcopy(run.optimizer.state_dict())
+    found = {name: [] for name in LATER}
     seed_sampling(run, "later updates")
-    for start in tqdm(range(0, len(questions), BATCH // G), desc="later updates", mininterval=10):
-        groups = main.sample(run, questions[start:start + BATCH // G], G)
-        main.score(run, groups)
-        for clip in {clip for _, clip in LATER.values()}:
+    for start in tqdm(range(0, len(questions), BATCH // 8), desc="later updates", mininterval=10):
+        groups = sampled_groups(run, questions[start:start + BATCH // 8], 8)
+        for clip in (None, (0.2, 0.2)):
             training = training_of(run.config, Estimator(keys={
                 "updates_per_batch": 4, "clip": clip, "max_grad_norm": None, "ratio": "token"}))
             own = copy.copy(run)
             own.config = run.config.model_copy(update={"training": training})
-            counted = with_advantages(groups, training, as_it_is, random.Random(0))
-            for answer in (answer for group in groups for answer in group):
+            answers = []
+            for group in groups:
+                answers += counted_answers(group, training, "", random.Random(0))
+            for answer in answers:
                 answer.old_log_probs = None
-            for update in range(1, training.updates_per_batch + 1):
-                main.policy_gradient(own, counted)
+            for update in range(1, 5):
+                main.policy_gradient(own, answers)
                 for name, which in LATER.items():
                     if which == (update, clip):
                         found[name].append(-sketch.of([each.grad for each in sketch.parameters]))
                 run.optimizer.step()
-            run.model.load_state_dict(before[0])
-            run.optimizer.load_state_dict(copy.deepcopy(before[1]))
+            run.model.load_state_dict(weights)
+            run.optimizer.load_state_dict(copy.deepcopy(new_optimizer))
     return {name: torch.stack(own) for name, own in found.items()}
 
 
+# ---------------------------------------------------------------- signal and noise
+
 def product(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The mean over all pairs of different questions."""
+    """Returns the mean product over all pairs of different questions. Two that are not equally many
+    have no question in common."""
     all_pairs = a.sum(0) @ b.sum(0)
-    if len(a) != len(b):  # they are of other questions anyway
+    if len(a) != len(b):
         return (all_pairs / (len(a) * len(b))).item()
     return ((all_pairs - (a * b).sum()) / (len(a) * (len(a) - 1))).item()
 
 
 def figures_of(means, squares, truths: dict, groups_a_batch: float) -> dict[str, float]:
+    """Returns noise over signal of a batch, and cosines with the truths: of the mean of many
+    batches, and of one batch."""
     signal = product(means, means)
     noise = max(squares.mean().item() - signal, 0.0) / groups_a_batch
     signal = max(signal, 1e-9 * noise, 1e-30)
-    found = {"noise": math.sqrt(noise / signal)}
+    figures = {"noise": math.sqrt(noise / signal)}
     for name, truth in truths.items():
         along = product(means, truth) / math.sqrt(max(product(truth, truth), 1e-30))
-        found[f"mean, {name}"] = along / math.sqrt(signal)
-        found[f"batch, {name}"] = along / math.sqrt(signal + noise)
-    return found
+        figures[f"mean, {name}"] = along / math.sqrt(signal)
+        figures[f"batch, {name}"] = along / math.sqrt(signal + noise)
+    return figures
 
 
 def half_interval(values: list[float]) -> float:
-    """Of a figure, by what it is without one question after the other: a jackknife, of 95 %."""
+    """Returns half of a figure's 95 % interval, from its values without one question each."""
     values = torch.tensor(values, dtype=torch.float64)
-    spread = (values - values.mean()).square().sum() * (len(values) - 1) / len(values)
-    return 1.96 * spread.sqrt().item()
+    variance = (values - values.mean()).square().sum() * (len(values) - 1) / len(values)
+    return 1.96 * variance.sqrt().item()
 
 
-def without_each(count: int) -> list[list[int]]:
-    return [[j for j in range(count) if j != i] for i in range(count)]
+def without(i: int, tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat([tensor[:i], tensor[i + 1:]])
 
 
 def is_lost(gradients: torch.Tensor) -> bool:
-    """In the noise: the interval of its squared length reaches 0."""
-    lengths = [product(gradients[kept], gradients[kept]) for kept in without_each(len(gradients))]
+    """Says whether the interval of the squared length reaches 0."""
+    lengths = []
+    for i in range(len(gradients)):
+        others = without(i, gradients)
+        lengths.append(product(others, others))
     return product(gradients, gradients) <= half_interval(lengths)
 
 
 def with_intervals(means, squares, truths: dict, groups_a_batch: float,
-                   beside: list[float] | None = None) -> tuple[dict[str, list], list[float]]:
-    """{figure: [value, half of its interval]}, from questions, or from batches of questions that
-    are not those of the truths. Of what is lost in noise no direction is told. And the cosine of a
-    batch, as it is and without each question: what the next estimator is held `beside`, so that
-    what the choice of questions does to both is not counted."""
-    known = {name: truth for name, truth in truths.items() if not is_lost(truth)}
-    whole = figures_of(means, squares, known, groups_a_batch)
-    parts = [figures_of(means[kept], squares[kept], {
-        name: truth[kept] if len(truth) == len(means) else truth
-        for name, truth in known.items()}, groups_a_batch) for kept in without_each(len(means))]
-    found = {name: [round(value, 4), round(half_interval([part[name] for part in parts]), 4)]
-             for name, value in whole.items()}
-    lost = {name for name in truths if name not in known}
-    nowhere = is_lost(means)
-    for name in ("noise", *(f"{of}, {name}" for of in ("mean", "batch") for name in truths)):
-        if name.partition(", ")[2] in lost or nowhere and not name.startswith("batch"):
+                   beside: list[float] | None = None) -> tuple[dict, list[float] | None]:
+    """Returns {figure: [value, half of its interval]}, and the cosine of a batch with all questions
+    and without each. `beside` are these cosines of Dr. GRPO. Their difference is known better than
+    either, if both come from the same questions."""
+    whole = figures_of(means, squares, truths, groups_a_batch)
+    parts = []
+    for i in range(len(means)):
+        known = {}
+        for name, truth in truths.items():
+            known[name] = without(i, truth) if len(truth) == len(means) else truth
+        parts.append(figures_of(without(i, means), without(i, squares), known, groups_a_batch))
+    found = {}
+    for name, value in whole.items():
+        half = half_interval([part[name] for part in parts])
+        found[name] = [round(value, 4), round(half, 4)]
+    if is_lost(means):
+        for name in ("noise", *[f"mean, {name}" for name in truths]):
             found[name] = LOST
-    cosines = [each.get(f"batch, {OWN}", math.nan) for each in (whole, *parts)]
-    if beside and not math.isnan(beside[0]) and found[f"batch, {OWN}"] != LOST:
+    for name, truth in truths.items():
+        if is_lost(truth):
+            found[f"mean, {name}"] = found[f"batch, {name}"] = LOST
+    if found[f"batch, {OWN}"] == LOST:
+        return found, None
+    cosines = [figures[f"batch, {OWN}"] for figures in (whole, *parts)]
+    if beside:
         if len(beside) == len(cosines):
-            half = half_interval([own - other for own, other in zip(cosines[1:], beside[1:])])
-        else:  # they are of other questions
+            half = half_interval([a - b for a, b in zip(cosines[1:], beside[1:], strict=True)])
+        else:
             half = math.hypot(half_interval(cosines[1:]), half_interval(beside[1:]))
         found[BEYOND] = [round(cosines[0] - beside[0], 4), round(half, 4)]
     return found, cosines
 
 
-def known_to(truth: torch.Tensor) -> float:
-    """The cosine of a truth that so many questions tell with that of all questions."""
-    return math.sqrt(max(0.0, product(truth, truth)) / truth.mean(0).square().sum().item())
+# ---------------------------------------------------------------- a model
 
-
-def own_truth(pool: Pool, task, estimator: Estimator, training) -> torch.Tensor:
-    """The gradient of the expected reward that the estimator is paid, at the temperature at which
-    it draws, less its KL term; over L, as in the loss."""
-    rewards = [[reward_of(each, task, estimator) for each in group] for group in pool.groups]
-    truth = truth_of(rewards, pool.sketches) / training.max_new_gen_tokens
-    if beta := training.kl_beta:
-        truth = truth + beta * pool.penalties[training.kl_in].mean(1)
-    return truth
-
-
-def measured(config, num_questions: int, answers_each: int, rounds: int, num_batches: int,
-             begun_as: str) -> dict:
-    run, pools = one_step.prepare(config), {}
-    questions = questions_of(run, num_questions + num_batches * BATCH // Estimator().G)
-    reference = None
-    if begun_as != config.model.name:  # else there is no KL yet
+def pools_of(config, questions: list, num_answers: int, begun_as: str) -> dict:
+    """Returns pools by temperature, and one with KL terms if the model has been trained."""
+    run = one_step.prepare(config)
+    pools = {None: pool_of(run, questions, num_answers)}
+    for temperature in (0.6, 1.4):
+        sampling = config.sampling.model_copy(update={"temperature": temperature})
+        own = one_step.prepare(config.model_copy(update={"sampling": sampling}))
+        pools[temperature] = pool_of(own, questions, num_answers // 2)
+    if begun_as != config.model.name:
         model = config.model.model_copy(update={"name": begun_as})
         begun, _ = main.load_model(config.model_copy(update={"model": model}))
         reference = main.make_reference(main.Policy, begun, config)
-    for temperature in (None, *{each.temperature for each in ESTIMATORS.values()} - {None}):
-        own = run
-        if temperature is not None:
-            sampling = config.sampling.model_copy(update={"temperature": temperature})
-            own = one_step.prepare(config.model_copy(update={"sampling": sampling}))
-        pools[temperature] = pool_of(own, questions[:num_questions],
-                                     answers_each // (2 if temperature else 1))
-    with_kl = reference and pool_of(run, questions[:num_questions], answers_each // 4, reference)
-    pool, task = pools[None], run.task
-    right = [[each.reward_parts[task.SOLVED] for each in group] for group in pool.groups]
-    solved = truth_of(right, pool.sketches)
-    answers = [each for group in pool.groups for each in group]
-    found = {"solved": sorted(round(sum(each) / answers_each, 3) for each in right),
-             "different": round(sum(len({tuple(each.completion_ids) for each in group})
-                                    for group in pool.groups) / len(answers), 3),
-             "cut off": round(sum(each.is_truncated for each in answers) / len(answers), 3),
-             "tokens": round(sum(each.num_tokens for each in answers) / len(answers), 1),
-             "known to": {}, "estimators": {}}
+        pools["KL"] = pool_of(run, questions, num_answers // 4, reference)
+    return pools
+
+
+def description_of(pool: Pool, right: list[list[float]]) -> dict:
+    answers = [answer for group in pool.groups for answer in group]
+    num_different = 0
+    for group in pool.groups:
+        num_different += len({tuple(answer.completion_ids) for answer in group})
+    return {"solved": sorted(round(fmean(each), 3) for each in right),
+            "different": round(num_different / len(answers), 3),
+            "cut off": round(fmean(answer.is_truncated for answer in answers), 3),
+            "tokens": round(fmean(answer.num_tokens for answer in answers), 1)}
+
+
+def measured(config, num_questions: int, num_answers: int, num_batches: int,
+             begun_as: str) -> dict:
+    """Returns what docs/estimators.json holds of a model."""
+    run = one_step.prepare(config)
+    questions = questions_of(run, num_questions + num_batches * BATCH // 8)
+    pools = pools_of(config, questions[:num_questions], num_answers, begun_as)
+    pool = pools[None]
+    right = [[answer.reward_parts[run.task.SOLVED] for answer in group] for group in pool.groups]
+    solved = truth_of(right, pool.sketches["log pi"])
+    figures = {}
     beside = None
-    for name, estimator in sorted(ESTIMATORS.items(), key=lambda each: each[0] != DEFAULT):
+    for name in (DEFAULT, *[name for name in ESTIMATORS if name != DEFAULT]):
+        estimator = ESTIMATORS[name]
         training = training_of(config, estimator)
-        own = with_kl if training.kl_beta else pools[estimator.temperature]
-        if not own or estimator.G > len(own.groups[0]):
+        own = pools.get("KL" if training.kl_beta else estimator.temperature)
+        if own is None or estimator.G > len(own.groups[0]):
             continue
-        for each in (each for group in own.groups for each in group):
-            each.reward = reward_of(each, task, estimator)
-        truths = {OWN: own_truth(own, task, estimator, training), SOLVED: solved}
-        means, squares = by_question(own, training, estimator.change, rounds)
-        found["estimators"][name], cosines = with_intervals(means, squares, truths,
-                                                            BATCH / estimator.G, beside)
-        beside = beside or cosines
-    truths = {OWN: own_truth(pool, task, Estimator(), training_of(config, Estimator())),
-              SOLVED: solved}
-    found["known to"] = {name: round(known_to(truth), 3) for name, truth in truths.items()}
+        for group in own.groups:
+            for answer in group:
+                answer.reward = reward_of(answer, run.task, estimator)
+        truths = {OWN: own_truth(own, run.task, estimator, training), SOLVED: solved}
+        means, squares = by_question(own, training, estimator.change)
+        figures[name], cosines = with_intervals(
+            means, squares, truths, BATCH / estimator.G, beside)
+        if name == DEFAULT:
+            beside = cosines
+            truths_of_default = truths
+    known_to = {}
+    for name, truth in truths_of_default.items():
+        # The cosine of what so many questions tell with what all questions would.
+        length = truth.mean(0).square().sum().item()
+        known_to[name] = round(math.sqrt(max(0.0, product(truth, truth)) / length), 3)
     later = later_updates(run, questions[num_questions:]) if num_batches else {}
     for name, batches in later.items():
-        found["estimators"][name], _ = with_intervals(batches, batches.square().sum(1), truths, 1,
-                                                      beside)
-    return found
+        figures[name], _ = with_intervals(
+            batches, batches.square().sum(1), truths_of_default, 1, beside)
+    return description_of(pool, right) | {"known to": known_to, "estimators": figures}
+
+
+# ---------------------------------------------------------------- tables and a picture
+
+def as_text(figure: list, sign: str = "") -> str:
+    return "lost in noise" if figure == LOST else f"{figure[0]:{sign}.2f} ± {figure[1]:.2f}"
+
+
+def answers_needed(along: float, noise: float) -> str:
+    """Returns how many answers a batch needs for a cosine of 0.9."""
+    if along <= 0.9:
+        return "never"
+    needed = BATCH * noise ** 2 / ((along / 0.9) ** 2 - 1)
+    return f"{float(f'{needed:.2g}'):,.0f}"
 
 
 def show(name: str, found: dict) -> None:
     solved = found["solved"]
     hard = sum(each < 0.1 for each in solved)
-    print(f"{name}: {100 * found['different']:.0f} % of answers differ, "
-          f"{sum(solved) / len(solved):.2f} are right; {hard} of {len(solved)} questions are "
-          "solved less than one time in ten; the cosine of the truth as known with the whole truth "
-          f"is {found['known to'][OWN]:.2f}\n\n"
+    print(f"{name}: {100 * found['different']:.0f} % of answers differ, {fmean(solved):.2f} are "
+          f"right; {hard} of {len(solved)} questions are solved less than one time in ten; the "
+          f"cosine of the truth as known with the whole truth is {found['known to'][OWN]:.2f}\n\n"
           f"| estimator | mean | with {SOLVED} | one batch | beyond Dr. GRPO | noise / signal "
           f"| answers |\n|{' --- |' * 7}")
     for estimator in [*ESTIMATORS, *LATER]:
         if estimator not in found["estimators"]:
             continue
         row = {BEYOND: LOST, **found["estimators"][estimator]}
-        along, noise = row[f"mean, {OWN}"][0], row["noise"][0]
-        needed = ("" if along is None else "never" if along <= 0.9 else
-                  f"{float(f'{BATCH * noise ** 2 / ((along / 0.9) ** 2 - 1):.2g}'):,.0f}")
-        shown = ["" if (estimator, key) == (DEFAULT, BEYOND) else "lost in noise"
-                 if row[key] == LOST else f"{row[key][0]:{sign}.2f} ± {row[key][1]:.2f}"
-                 for key, sign in ((f"mean, {OWN}", ""), (f"mean, {SOLVED}", ""),
-                                   (f"batch, {OWN}", ""), (BEYOND, "+"))]
-        shown += ["" if noise is None else f"{noise:.1f}", needed]
-        print(f"| {estimator} | {' | '.join(shown)} |", flush=True)
+        along = row[f"mean, {OWN}"][0]
+        noise = row["noise"][0]
+        cells = [estimator, as_text(row[f"mean, {OWN}"]), as_text(row[f"mean, {SOLVED}"]),
+                 as_text(row[f"batch, {OWN}"]),
+                 "" if estimator == DEFAULT else as_text(row[BEYOND], "+"),
+                 "" if noise is None else f"{noise:.1f}",
+                 "" if along is None else answers_needed(along, noise)]
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
-def runs_of(path: Path | None) -> dict[str, list[tuple[float, float]]]:
-    """{estimator: what share each run that learned with it solved before and in the end}, from what
+def runs_of(path: Path) -> dict[str, list[tuple[float, float]]]:
+    """Returns {estimator: what share each of its runs solved before and in the end}, from what
     bench/experiments.py keeps."""
-    runs: dict[str, list] = {}
-    for title, record in kept.read(path).items() if path else ():
+    runs = {}
+    for title, record in kept.read(path).items():
         name = title.rpartition(" seed ")[0]
         if name in ESTIMATORS:
-            runs.setdefault(name, []).append(
-                (record["curve"][0]["solved"], record["curve"][-1]["solved"]))
+            curve = record["curve"]
+            runs.setdefault(name, []).append((curve[0]["solved"], curve[-1]["solved"]))
     return runs
 
 
-def show_ends(known: dict, runs: dict[str, list[tuple[float, float]]]) -> None:
-    """What runs made of it, the best first."""
-    print(f"\n| | cosine of a batch at {', '.join(known)} | solved in the end |\n|{' --- |' * 3}")
-    ends = {name: [end for _, end in own] for name, own in runs.items()}
-    for name in sorted(ends, key=lambda name: -sum(ends[name])):
-        cosines = [found["estimators"].get(name, {}).get(f"batch, {OWN}")
-                   for found in known.values()]
-        shown = ["none" if each is None else "lost in noise" if each == LOST else f"{each[0]:.2f}"
-                 for each in cosines]
-        print(f"| {name} | {', '.join(shown)} | {' '.join(f'{end:.2f}' for end in ends[name])} |")
-
-
 def draw(known: dict, runs: dict[str, list[tuple[float, float]]], path: Path) -> None:
-    """Bars are the cosine of one batch with the truth, dots that of the mean of many; a panel for
-    each model, unless all is lost there, and one for what runs made of it."""
-    known = {model: found for model, found in known.items()
-             if found["estimators"][DEFAULT][f"batch, {OWN}"] != LOST} or known
-    places, place = {}, 0.0
-    for family in (*FAMILIES.values(), LATER):
-        for name in family:
-            if any(name in found["estimators"] for found in known.values()):
-                places[name] = place = place + 1
-        place += 0.7
-    figure = Figure(figsize=(3 + 3.2 * len(known) + 2 * bool(runs), 0.28 * place + 1.2),
-                    layout="constrained")
-    panels = figure.subplots(1, len(known) + bool(runs), sharey=True, squeeze=False, width_ratios=[
-        3] * len(known) + [2] * bool(runs))[0]
-    for axes, (model, found) in zip(panels, known.items()):
-        for name, place in places.items():
-            draw_row(axes, place, found["estimators"].get(name, {}), name == DEFAULT)
-        axes.set(title=f"{model}: {100 * found['different']:.0f} % of answers differ",
-                 xlabel=f"cosine with the true gradient\nof {OWN}", xlim=(0, 1.25))
+    """Draws a panel for each model, unless all is lost there, and one for the runs."""
+    all_panels = {name: found["estimators"] for name, found in known.items()}
+    panels = {name: rows for name, rows in all_panels.items()
+              if rows[DEFAULT][f"batch, {OWN}"] != LOST} or all_panels
+    names = [name for name in [*ESTIMATORS, *LATER]
+             if any(name in rows for rows in panels.values())]
+    figure = Figure(figsize=(5 + 3.2 * len(panels), 0.28 * len(names) + 2), layout="constrained")
+    num_panels = len(panels) + bool(runs)
+    all_axes = figure.subplots(1, num_panels, sharey=True, squeeze=False)[0]
+    for axes, (title, rows) in zip(all_axes, panels.items()):
+        for place, name in enumerate(names):
+            draw_row(axes, place, rows.get(name))
+        axes.set(title=title, xlim=(0, 1.25),
+                 xlabel="cosine with the true gradient\nof one batch (bar), of many (dot)")
+    for name, own in runs.items():
+        for before, end in own:
+            all_axes[-1].plot(end, names.index(name), "|", markersize=11, color="#15803d")
+            all_axes[-1].axvline(before, color="#a3a3a3", linestyle=":", linewidth=0.8)
     if runs:
-        for name, own in runs.items():
-            panels[-1].plot([end for _, end in own], [places[name]] * len(own), "|", markersize=11,
-                            markeredgewidth=2, color="#737373" if name == DEFAULT else "#15803d")
-        for style, shares in zip(":-", zip(*runs[DEFAULT])):  # before, and in the end
-            panels[-1].axvline(sum(shares) / len(shares), color="#a3a3a3", linestyle=style,
-                               linewidth=0.8)
-        panels[-1].set(xlim=(0, None), title="runs of 60 steps",
-                       xlabel="share solved, each seed\n(dotted: before)")
-    for axes in panels:
-        axes.grid(axis="x", alpha=0.3)
-    panels[0].set_yticks([*places.values()], [*places])
-    panels[0].invert_yaxis()
-    handles, labels = panels[0].get_legend_handles_labels()
-    each_once = dict(zip(labels, handles))
-    figure.legend(each_once.values(), each_once.keys(), loc="outside upper center", ncols=3,
-                  frameon=False)
+        all_axes[-1].set(title="runs", xlabel="share solved in the end\n(dotted: before)")
+    all_axes[0].set_yticks(range(len(names)), names)
+    all_axes[0].invert_yaxis()
     figure.savefig(path, dpi=80)
 
 
-def draw_row(axes, place: float, row: dict, is_default: bool) -> None:
-    (one, half), (many, spread) = (row.get(f"{of}, {OWN}", LOST) for of in ("batch", "mean"))
-    if one is not None:
-        axes.barh(place, one, xerr=half, ecolor="#737373",
-                  label="Dr. GRPO's" if is_default else f"one batch of {BATCH} answers",
-                  color="#a3a3a3" if is_default else "#fdba74")
-        if is_default:
-            axes.axvline(one, color="#a3a3a3", linewidth=0.8)
-    if many is not None:
-        axes.errorbar(many, place, xerr=spread, fmt="o", color="#1d4ed8",
-                      label="the mean of many batches")
+def draw_row(axes, place: int, row: dict | None) -> None:
+    if row and row[f"batch, {OWN}"] != LOST:
+        cosine, half = row[f"batch, {OWN}"]
+        axes.barh(place, cosine, xerr=half, color="#fdba74", ecolor="#737373")
+    if row and row[f"mean, {OWN}"] != LOST:
+        cosine, half = row[f"mean, {OWN}"]
+        axes.errorbar(cosine, place, xerr=half, fmt="o", color="#1d4ed8")
     else:
         axes.text(1, place, "lost in noise" if row else "not measured", color="#737373",
                   ha="center", va="center", fontsize=8)
@@ -514,11 +545,10 @@ def draw_row(axes, place: float, row: dict, is_default: bool) -> None:
 def command(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", action="append", metavar="NAME=FOLDER",
-                        help="whose answers; may be given again (first=tiny/model)")
+                        help="may be given several times (default: first=tiny/model)")
     parser.add_argument("--questions", type=int, default=64, help="at least 3")
     parser.add_argument("--answers", type=int, default=64, help="to each question, at least 8")
-    parser.add_argument("--rounds", type=int, default=2, help="how often a pool is dealt out")
-    parser.add_argument("--batches", type=int, default=8, help="for the later updates; 0: none")
+    parser.add_argument("--batches", type=int, default=8, help="for later updates, 0 or at least 3")
     parser.add_argument("--config", action="append", default=[], help="as for main.py")
     parser.add_argument("--data", type=Path, default=ROOT / "runs" / "estimators.json",
                         help="what it holds under a NAME is not measured again")
@@ -526,37 +556,38 @@ def command(arguments: list[str]) -> int:
     parser.add_argument("--runs", type=Path, help="what bench/experiments.py keeps, to set beside")
     parser.add_argument("keys", nargs="*", help="section.key=value")
     options = parser.parse_intermixed_args(arguments)
-    if (options.questions < 3 or options.answers < 8 or options.rounds < 1
+    if (options.questions < 3 or options.answers < 8
             or options.batches in (1, 2, options.questions)):
-        parser.error("3 questions with 8 answers each, dealt out once, are the least, and 3 "
-                     "batches (but not as many as questions)")
+        parser.error("at least 3 questions, 8 answers, and 3 batches, not as many as questions")
     models = [model.partition("=") for model in options.model or ["first=tiny/model"]]
     if not all(folder for _, _, folder in models):
         parser.error("--model NAME=FOLDER, like before=tiny/model")
-    torch.manual_seed(0)
+    files = []
+    for path in options.config:
+        files += ["--config", path]
     known = kept.read(options.data)
+    shown = {}
     try:
         join()
         for name, _, folder in models:
             if name not in known:
+                # A trained model has the settings of its run. Its reference is what the run began
+                # with.
                 own = ask.settings_of(Path(folder))
-                keys = [*(word for path in options.config for word in ("--config", path)),
-                        *own, *options.keys]
+                keys = [*files, *own, *options.keys]
+                begun_as = load_config(keys).model.name if own else folder
                 config = load_config([*keys, f"model.name={json.dumps(folder)}",
                                       "training.shard=false"])
-                known[name] = measured(
-                    config, options.questions, options.answers, options.rounds, options.batches,
-                    load_config(keys).model.name if own else folder)
+                known[name] = measured(config, options.questions, options.answers,
+                                       options.batches, begun_as)
                 kept.write(options.data, known)
+            shown[name] = known[name]
             show(name, known[name])
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    shown, runs = {name: known[name] for name, _, _ in models}, runs_of(options.runs)
-    if runs:
-        show_ends(shown, runs)
     if options.picture:
-        draw(shown, runs, options.picture)
+        draw(shown, runs_of(options.runs) if options.runs else {}, options.picture)
     print(json.dumps({name: found["estimators"] for name, found in shown.items()}))
     return 0
 

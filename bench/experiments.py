@@ -1,16 +1,15 @@
 """Claims about the algorithm, each put to the test in runs, and one picture of them all.
 
     .venv/bin/python bench/experiments.py --picture experiments.png
-        all of them, in hours. What it has run before is not run again
+        all of them, in hours; what is in the file of --data is not run again
     .venv/bin/python bench/experiments.py --run "G = 2" --seeds 0
-        one of their runs beside the default, in minutes
+        one of the runs beside the default, in minutes
     .venv/bin/python bench/experiments.py --data docs/experiments.json --picture experiments.png
-        the runs that docs/experiments.md tells of
+        the runs in docs/experiments.md
 
-A claim says which of two runs has more of something. Its effect is the mean difference over seeds
-at the last evaluation; the two runs of a seed have the same questions in the same order. Intervals
-are Student's, of 95 %. Each run is one process that takes the questions of two ranks; two runs at
-once keep two cores busy. --data holds what each of their evaluations said."""
+A claim says which of two runs has more of something at the last evaluation. Its effect is the mean
+difference over seeds, with Student's 95 % interval. Both runs of a seed get the same questions in
+the same order. Each run is one process, which takes the questions of two ranks."""
 
 import argparse
 import json
@@ -22,7 +21,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from kept import run_missing
+from kept import AT_ONCE, run_missing
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,10 +54,6 @@ RUNS: dict[str, dict] = {
     "yes is enough": FOOLED,
     "yes is enough, KL 0.02": FOOLED | {"training.kl_beta": 0.02},
     "refilled": {"training.refill": 3},
-    "sampler behind": {PROGRAM: ["bench/variants.py", "behind"]},
-    "sampler behind, weighted": {PROGRAM: ["bench/variants.py", "behind-weighted"]},
-    "coarse sampler": {PROGRAM: ["bench/variants.py", "coarse"]},
-    "coarse sampler, weighted": {PROGRAM: ["bench/variants.py", "coarse-weighted"]},
     FIRST: ON_FIRST,
     "ten times the rate": ON_FIRST | {"training.learning_rate": "3.0e-4"},
     "a hundred times the rate": ON_FIRST | {"training.learning_rate": "3.0e-3"},
@@ -99,24 +94,15 @@ CLAIMS = [
     Claim("a higher upper bound keeps entropy", "2503.14476", "entropy",
           "four updates, clipped higher", "four updates, clipped"),
     Claim("refilling groups pays", "2503.14476", "solved", "refilled", DEFAULT),
-    Claim("a sampler eight steps behind bends the run", "2410.18252", "solved", DEFAULT,
-          "sampler behind"),
-    Claim("weights bring it back", "2410.18252", "solved", "sampler behind, weighted",
-          "sampler behind"),
-    Claim("a coarse sampler bends the run", "2510.26788", "solved", DEFAULT, "coarse sampler"),
-    Claim("weights bring that back", "2510.26788", "solved", "coarse sampler, weighted",
-          "coarse sampler"),
     Claim("ten times the rate ends lower", "", "solved", FIRST, "ten times the rate"),
     Claim("a hundred times the rate ends it", "", "solved", FIRST, "a hundred times the rate"),
     Claim("random rewards teach too", "2506.10947", "solved", "shuffled rewards",
           "only the form pays"),
     Claim("what all earn teaches none", "", "solved", FIRST, "only the form pays"),
 ]
-OF_EVALUATIONS = {"step": "step", "solved": "eval/solved", "best of n": "eval/best_of_n",
-                  "tokens": "eval/completion_length", "cut off": "eval/truncated",
-                  "form": "eval/format"}
-OF_STEPS = {"entropy": "entropy", "no signal": "groups_without_signal"}  # means since the last one
-UNITS = {"entropy": ", nats", WRONG: ""}  # of the others: a share
+METRICS = {"step": "step", "solved": "eval/solved", "tokens": "eval/completion_length",
+           "cut off": "eval/truncated", "form": "eval/format"}
+UNITS = {"entropy": ", nats", WRONG: ""}  # The others are shares.
 STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}  # 97.5 % of n - 1 degrees
 
 
@@ -125,105 +111,135 @@ def title_of(run: str, seed: int, options: argparse.Namespace) -> str:
 
 
 def record_of(run: str, seed: int, options: argparse.Namespace) -> dict:
-    """What a run's evaluations said; it goes on from where it was stopped."""
+    """Returns what the run's evaluations say. A run that was stopped resumes."""
     keys = USUAL | RUNS[run]
-    command = [sys.executable, *keys.pop(PROGRAM), "--config", keys.pop(CONFIG),
-               *(f"{key}={value}" for key, value in keys.items()), *options.keys,
-               f"training.seed={seed}", f"run.dir={options.out}",
-               f"run.name={''.join(filter(str.isalnum, run))}-{seed}"]
-    threads = str(max(1, os.cpu_count() // options.at_once))
-    ended = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True,
-                           env=os.environ | {"OMP_NUM_THREADS": threads})
+    words = [*keys.pop(PROGRAM), "--config", keys.pop(CONFIG)]
+    words += [f"{key}={value}" for key, value in keys.items()]
+    words += [*options.keys, f"training.seed={seed}", f"run.dir={options.out}",
+              f"run.name={''.join(filter(str.isalnum, run))}-{seed}"]
+    threads = str(max(1, os.cpu_count() // AT_ONCE))
+    ended = subprocess.run([sys.executable, *words], cwd=ROOT, check=True, text=True,
+                           stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": threads})
     summary = json.loads(ended.stdout.splitlines()[-1])
-    folder = ROOT / summary["folder"]
-    samples: dict[int, dict[int, list[dict]]] = {}
-    for line in (folder / "samples.jsonl").read_text().splitlines():
-        sample = json.loads(line)
-        samples.setdefault(sample["step"], {}).setdefault(sample["question"], []).append(sample)
-    curve, steps = [], []
-    for entry in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
-        if "reward" in entry:
-            steps.append(entry)
-            continue
-        answers = samples[entry["step"]]
-        wrong = [len(each["completion"]) for group in answers.values() for each in group
-                 if not each["answer"]]
-        means = {name: [step[key] for step in steps if step[key] is not None]
-                 for name, key in OF_STEPS.items()}
-        curve.append(
-            {name: round(entry[key], 4) for name, key in OF_EVALUATIONS.items()}
-            | {name: round(statistics.fmean(each), 4) if each else None
-               for name, each in means.items()}
-            | {WRONG: round(statistics.fmean(wrong or [0]), 1),
-               "right": "".join(str(int(sum(each["answer"] for each in group)))
-                                for _, group in sorted(answers.items()))})
-        steps = []
-    n = max(len(group) for group in samples[0].values())
-    return {"minutes": round(summary["seconds"] / 60, 1), "answers": n, "curve": curve}
+    samples = read_samples(ROOT / summary["folder"])
+    curve, entropies = [], []
+    for entry in read_jsonl(ROOT / summary["folder"] / "metrics.jsonl"):
+        if "reward" in entry:  # a step, and no evaluation
+            entropies.append(entry["entropy"])
+        else:
+            groups = samples[entry["step"]]
+            curve.append(of_evaluation(entry, groups, entropies))
+            entropies = []
+    return {"minutes": round(summary["seconds"] / 60, 1), "answers": len(groups[0]),
+            "curve": curve}
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def read_samples(folder: Path) -> dict[int, list[list[dict]]]:
+    """Returns {step: the answers to each question}."""
+    by_step: dict[int, dict[int, list[dict]]] = {}
+    for sample in read_jsonl(folder / "samples.jsonl"):
+        groups = by_step.setdefault(sample["step"], {})
+        groups.setdefault(sample["question"], []).append(sample)
+    return {step: [groups[question] for question in sorted(groups)]
+            for step, groups in by_step.items()}
+
+
+def of_evaluation(entry: dict, groups: list[list[dict]], entropies: list[float]) -> dict:
+    """Returns its metrics, the mean entropy of the steps before it, the mean number of characters
+    of wrong answers, and a digit for each question: how many of its answers are right."""
+    wrong = []
+    right = ""
+    for group in groups:
+        wrong += [len(sample["completion"]) for sample in group if not sample["answer"]]
+        right += str(int(sum(sample["answer"] for sample in group)))
+    found = {name: round(entry[key], 4) for name, key in METRICS.items()}
+    found["entropy"] = round(statistics.fmean(entropies), 4) if entropies else None
+    found[WRONG] = round(statistics.fmean(wrong or [0]), 1)
+    found["right"] = right
+    return found
 
 
 def series(record: dict, metric: str) -> list[tuple[int, float]]:
-    """(step, value) of each evaluation. The hardest questions: those none of whose answers were
-    right before training."""
+    """Returns (step, value) of each evaluation. The hardest questions are those none of whose
+    answers were right before training."""
+    curve = record["curve"]
     if metric != HARDEST:
-        return [(entry["step"], entry[metric]) for entry in record["curve"]
+        return [(entry["step"], entry[metric]) for entry in curve
                 if entry.get(metric) is not None]
-    hardest = [i for i, right in enumerate(record["curve"][0]["right"]) if right == "0"]
-    return [(entry["step"], statistics.fmean(int(entry["right"][i]) for i in hardest)
-             / record["answers"]) for entry in record["curve"]]
+    hardest = [i for i, right in enumerate(curve[0]["right"]) if right == "0"]
+    points = []
+    for entry in curve:
+        num_right = statistics.fmean(int(entry["right"][i]) for i in hardest)
+        points.append((entry["step"], num_right / record["answers"]))
+    return points
 
 
-def ends_of(claim: Claim, known: dict, options: argparse.Namespace) -> list[list[float]]:
-    """Of the run that should have more, and of the other, a value for each seed."""
-    return [[series(known[title_of(run, seed, options)], claim.metric)[-1][1]
-             for seed in options.seeds] for run in (claim.more, claim.less)]
+def ends_of(run: str, metric: str, known: dict, options: argparse.Namespace) -> list[float]:
+    """Returns the last value of each seed."""
+    return [series(known[title_of(run, seed, options)], metric)[-1][1] for seed in options.seeds]
 
 
 def effect_of(claim: Claim, known: dict, options: argparse.Namespace) -> tuple[float, float]:
-    """By how much there is more, and half its interval."""
-    differences = [more - less for more, less in zip(*ends_of(claim, known, options))]
-    if (n := len(differences)) < 2:
+    """Returns how much more there is, and half the width of its interval."""
+    more = ends_of(claim.more, claim.metric, known, options)
+    less = ends_of(claim.less, claim.metric, known, options)
+    differences = [a - b for a, b in zip(more, less)]
+    n = len(differences)
+    if n < 2:
         return differences[0], math.inf
     half = STUDENT[n] * statistics.stdev(differences) / math.sqrt(n)
     return statistics.fmean(differences), half
 
 
 def verdict_of(effect: float, half: float) -> str:
-    return "not seen here" if abs(effect) <= half else "seen" if effect > 0 else "the opposite"
+    if abs(effect) <= half:
+        return "not seen here"
+    return "seen" if effect > 0 else "the opposite"
 
 
 def shown(claim: Claim, known: dict, options: argparse.Namespace) -> str:
-    more, less = (statistics.fmean(each) for each in ends_of(claim, known, options))
+    more = statistics.fmean(ends_of(claim.more, claim.metric, known, options))
+    less = statistics.fmean(ends_of(claim.less, claim.metric, known, options))
     effect, half = effect_of(claim, known, options)
     digits = 0 if claim.metric == WRONG else 3
     return (f"{more:.{digits}f} against {less:.{digits}f} "
             f"({effect:+.{digits}f} ± {half:.{digits}f})")
 
 
+def mean_or_empty(values: list[float], form: str) -> str:
+    return format(statistics.fmean(values), form) if values else ""
+
+
 def show_runs(chosen: list[str], known: dict, options: argparse.Namespace) -> None:
-    """Means over seeds: solved at four evaluations, first and last among them, the rest at last."""
+    """Prints means over seeds: solved at four evaluations, the others at the last one."""
     forms = {"tokens": ".0f", "cut off": ".2f", "form": ".2f", "entropy": ".2f"}
     print(f"| run | solved | {' | '.join(forms)} | minutes |\n|{' --- |' * (len(forms) + 3)}")
     for run in chosen:
         records = [known[title_of(run, seed, options)] for seed in options.seeds]
-        solved = [statistics.fmean(entry["solved"] for entry in at)
-                  for at in zip(*(record["curve"] for record in records))]
-        places = dict.fromkeys(round(i * (len(solved) - 1) / 3) for i in range(4))
-        cells = [run, " ".join(f"{solved[place]:.2f}" for place in places)]
+        num_evaluations = min(len(record["curve"]) for record in records)
+        solved = []
+        for i in dict.fromkeys(round(third * (num_evaluations - 1) / 3) for third in range(4)):
+            mean = statistics.fmean(record["curve"][i]["solved"] for record in records)
+            solved.append(f"{mean:.2f}")
+        cells = [run, " ".join(solved)]
         for name, form in forms.items():
-            last = [value for record in records for _, value in series(record, name)[-1:]]
-            cells.append(format(statistics.fmean(last), form) if last else "")
+            ends = [value for record in records for _, value in series(record, name)[-1:]]
+            cells.append(mean_or_empty(ends, form))
         minutes = [record["minutes"] for record in records if record["minutes"]]
-        cells.append(f"{statistics.fmean(minutes):.1f}" if minutes else "")
-        print(f"| {' | '.join(cells)} |")
+        print(f"| {' | '.join([*cells, mean_or_empty(minutes, '.1f')])} |")
 
 
 def show_claims(claims: list[Claim], known: dict, options: argparse.Namespace) -> dict:
-    """And returns the effects."""
+    """Prints a row for each claim. Returns {what it says: its effect}."""
     print("\n| claim | what came of it | verdict |\n| --- | --- | --- |")
     effects = {}
     for claim in claims:
-        effects[claim.says] = effect, half = effect_of(claim, known, options)
+        effect, half = effect_of(claim, known, options)
+        effects[claim.says] = effect, half
         says = f"{claim.says} ([{claim.paper}])" if claim.paper else claim.says
         print(f"| {says} | {shown(claim, known, options)} | {verdict_of(effect, half)} |")
     print()
@@ -233,26 +249,25 @@ def show_claims(claims: list[Claim], known: dict, options: argparse.Namespace) -
 
 
 def draw(claims: list[Claim], known: dict, options: argparse.Namespace) -> None:
-    """A small picture of each claim: seeds thin, their mean thick; the default in grey."""
+    """Draws a small picture of each claim. Seeds are thin, their mean thick, the default grey."""
     rows, columns = math.ceil(len(claims) / 4), min(4, len(claims))
     figure = Figure(figsize=(3.6 * columns, 2.9 * rows), layout="constrained")
     all_axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for axes in all_axes[len(claims):]:
         axes.axis("off")
     for axes, claim in zip(all_axes, claims):
-        colours = iter(["#c2410c", "#1d4ed8"])
+        colours = ["#c2410c", "#1d4ed8"]
         for run in (claim.more, claim.less):
-            colour = "#a3a3a3" if run in (DEFAULT, FIRST) else next(colours)
-            own = [series(known[title_of(run, seed, options)], claim.metric)
-                   for seed in options.seeds]
-            for each in own:
-                axes.plot(*zip(*each), color=colour, linewidth=0.7, alpha=0.5)
-            steps = [step for step, _ in own[0]]
-            means = [statistics.fmean(value for _, value in at) for at in zip(*own)]
+            colour = "#a3a3a3" if run in (DEFAULT, FIRST) else colours.pop(0)
+            curves = [series(known[title_of(run, seed, options)], claim.metric)
+                      for seed in options.seeds]
+            for curve in curves:
+                axes.plot(*zip(*curve), color=colour, linewidth=0.7, alpha=0.5)
+            steps = [step for step, _ in curves[0]]
+            means = [statistics.fmean(value for _, value in points) for points in zip(*curves)]
             axes.plot(steps, means, color=colour, linewidth=2, label=run)
-        found = effect_of(claim, known, options)
-        axes.set_title(f"{claim.says}\n{shown(claim, known, options)}: {verdict_of(*found)}",
-                       fontsize=9)
+        verdict = verdict_of(*effect_of(claim, known, options))
+        axes.set_title(f"{claim.says}\n{shown(claim, known, options)}: {verdict}", fontsize=9)
         axes.set_ylabel(f"{claim.metric}{UNITS.get(claim.metric, ', share')}")
         axes.grid(alpha=0.3)
         axes.legend(frameon=False, fontsize=8)
@@ -262,9 +277,8 @@ def draw(claims: list[Claim], known: dict, options: argparse.Namespace) -> None:
 
 def command(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--run", choices=RUNS, action="append", help="these and the default alone")
+    parser.add_argument("--run", choices=RUNS, action="append", help="these, and the default")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--at-once", type=int, default=2, help="runs side by side")
     parser.add_argument("--out", default="runs/experiments", help="folder of the runs")
     parser.add_argument("--data", type=Path, default=ROOT / "runs" / "experiments.json")
     parser.add_argument("--picture", type=Path, help="where the curves are drawn")
@@ -273,20 +287,18 @@ def command(arguments: list[str]) -> None:
 
     chosen = list(RUNS)
     if options.run:
-        defaults = (FIRST if RUNS[run].items() >= ON_FIRST.items() else DEFAULT
-                    for run in options.run)
+        defaults = [FIRST if RUNS[run].get(CONFIG) == "config.yaml" else DEFAULT
+                    for run in options.run]
         chosen = list(dict.fromkeys([*defaults, *options.run]))
     wanted = {title_of(run, seed, options): (run, seed) for run in chosen for seed in options.seeds}
-    known = run_missing(
-        options.data, wanted, lambda each: record_of(*each, options), options.at_once,
-        lambda record: f"solved {record['curve'][-1]['solved']:.3f} in {record['minutes']} minutes")
+    known = run_missing(options.data, wanted, lambda each: record_of(*each, options))
     show_runs(chosen, known, options)
-    claims = [claim for claim in CLAIMS if {claim.more, claim.less} <= {*chosen}]
+    claims = [claim for claim in CLAIMS if {claim.more, claim.less} <= set(chosen)]
     effects = show_claims(claims, known, options)
     if options.picture and claims:
         draw(claims, known, options)
-    print(json.dumps({says: [round(each, 4) for each in effect] if math.isfinite(effect[1])
-                      else [round(effect[0], 4), None] for says, effect in effects.items()}))
+    print(json.dumps({says: [round(effect, 4), round(half, 4) if math.isfinite(half) else None]
+                      for says, (effect, half) in effects.items()}))
 
 
 if __name__ == "__main__":

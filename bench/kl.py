@@ -2,9 +2,9 @@
 
     .venv/bin/python bench/kl.py
 
-For answers of one token and of up to four, and references nearer and farther: KL(pi || pi_ref) in
-nats; then, as means over all answers, each weighed by its probability, the estimate `kl` over that
-KL, and the cosine between its gradient and that of `policy_loss` with either `training.kl_in`."""
+It prints a row for each reference model. The KL divergence from it is in nats. The other columns
+are means over all answers, weighted by their probability: the metric `kl` over that KL, and the
+cosine between KL's own gradient and that of `policy_loss`, for both `training.kl_in`."""
 
 import itertools
 import json
@@ -19,10 +19,9 @@ import main
 from machinery.batches import store_in_answers
 
 VOCABULARY, STOP = 6, 0
-PROMPT = [3, 1, 4]
 
 
-def small_model(spread: float):
+def small_model(spread: float) -> torch.nn.Module:
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
         vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=16, resid_pdrop=0,
@@ -34,11 +33,11 @@ def small_model(spread: float):
     return model.double()
 
 
-def moved(model, distance: float):
-    """Another model, farther away the larger the distance."""
+def moved(model: torch.nn.Module, distance: float) -> torch.nn.Module:
+    """Returns another model. It is farther away the larger the distance."""
     other = small_model(1.0)
+    stream = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        stream = torch.Generator().manual_seed(1)
         for own, parameter in zip(model.parameters(), other.parameters(), strict=True):
             noise = torch.randn(own.shape, generator=stream, dtype=own.dtype)
             parameter.copy_(own + distance * noise * own.std().nan_to_num(0))
@@ -46,48 +45,52 @@ def moved(model, distance: float):
 
 
 def all_answers(L: int) -> list[main.Trajectory]:
-    """Every answer that ends with a stop token, or is cut off after L tokens."""
+    """Returns every answer that ends with the stop token, or is truncated after L tokens."""
     others = [token for token in range(VOCABULARY) if token != STOP]
     ids = [[*start, STOP] for length in range(L)
            for start in itertools.product(others, repeat=length)]
-    ids += itertools.product(others, repeat=L)
-    question = main.Question({}, PROMPT)
-    return [main.Trajectory(question, list(each), "", False) for each in ids]
+    ids += [list(start) for start in itertools.product(others, repeat=L)]
+    question = main.Question({}, [3, 1, 4])
+    return [main.Trajectory(question, completion, "", False) for completion in ids]
 
 
-def gradient_of(value: torch.Tensor, model) -> torch.Tensor:
+def gradient_of(value: torch.Tensor, model: torch.nn.Module) -> torch.Tensor:
     gradients = torch.autograd.grad(value, list(model.parameters()), retain_graph=True)
     return torch.cat([gradient.flatten() for gradient in gradients])
 
 
 def measured(L: int, distance: float) -> dict[str, float]:
-    model, answers = small_model(0.4), all_answers(L)
-    lengths = [len(answer.completion_ids) for answer in answers]
+    model = small_model(0.4)
+    answers = all_answers(L)
     config = main.load_config(["training.kl_beta=1", f"training.max_new_gen_tokens={L}"])
-    logprobs, _ = main.Policy(model, config)(answers)  # (tokens,), as below
+    log_probs, _ = main.Policy(model, config)(answers)
     with torch.no_grad():
         reference, _ = main.Policy(moved(model, distance), config)(answers)
     store_in_answers(answers, reference_log_probs=reference)
-    log_p = torch.stack([own.sum() for own in logprobs.split(lengths)])  # (answers,), as below
-    log_p_ref = torch.stack([own.sum() for own in reference.split(lengths)])
+
+    lengths = [answer.num_tokens for answer in answers]
+    log_probs_of_each = log_probs.split(lengths)
+    log_p = torch.stack([tokens.sum() for tokens in log_probs_of_each])  # (answers,)
+    log_p_ref = torch.stack([tokens.sum() for tokens in reference.split(lengths)])
     p = log_p.exp()
     exact = (p * (log_p - log_p_ref)).sum()
     found = {"L": L, "probability": p.sum().item(), "kl": exact.item()}
+    truth = gradient_of(exact, model)
     for kl_in in ("reward", "loss"):
         training = config.training.model_copy(update={"kl_in": kl_in})
-        each = [main.policy_loss(own, [answer], 1, 1, training)
-                for own, answer in zip(logprobs.split(lengths), answers, strict=True)]
-        mean = sum(probability * loss for probability, (loss, _) in zip(p.detach(), each))
-        estimate = sum(probability * watched["kl"] for probability, (_, watched)
-                       in zip(p.detach(), each))
-        found["estimate / kl"] = (estimate / exact).item()
-        ours, truth = gradient_of(mean * L, model), gradient_of(exact, model)
-        found[f"cosine {kl_in}"] = float(torch.cosine_similarity(ours, truth, dim=0))
-        found[f"length {kl_in}"] = float(ours.norm() / truth.norm())
+        mean_loss, mean_kl = 0.0, 0.0
+        for weight, tokens, answer in zip(p.detach(), log_probs_of_each, answers, strict=True):
+            loss, metrics = main.policy_loss(tokens, [answer], 1, 1, training)
+            mean_loss += weight * loss
+            mean_kl += weight * metrics["kl"]
+        ours = gradient_of(mean_loss * L, model)
+        found["estimate / kl"] = (mean_kl / exact).item()
+        found[f"cosine {kl_in}"] = torch.cosine_similarity(ours, truth, dim=0).item()
+        found[f"length {kl_in}"] = (ours.norm() / truth.norm()).item()
     return found
 
 
-def command() -> None:
+if __name__ == "__main__":
     rows = [measured(L, distance) for L in (1, 4) for distance in (0.1, 0.3, 1.0)]
     print("| answers of | KL | `kl` over KL | cosine, `reward` | cosine, `loss` |\n"
           "| --- | --- | --- | --- | --- |")
@@ -96,7 +99,3 @@ def command() -> None:
               f"| {row['estimate / kl']:.6f} | {row['cosine reward']:.6f} "
               f"| {row['cosine loss']:.6f} |")
     print(json.dumps(rows))
-
-
-if __name__ == "__main__":
-    command()

@@ -1,152 +1,120 @@
-"""Seconds of training until so many of the held-out questions are solved, beyond doubt: the lower
-bound of the interval counts. This trainer, and beside it TRL's GRPOTrainer or another checkout of
-this one.
+"""Seconds of training until the lower bound of eval/solved reaches a target. This trainer races
+alone, or against TRL's GRPOTrainer, or against another checkout of this trainer.
 
     .venv/bin/python bench/speedrun.py
-        this trainer alone, on the laboratory's base
     .venv/bin/python bench/speedrun.py --trl-python bench/.venv/bin/python
-        and TRL; for its environment see versus_trl.py
     .venv/bin/python bench/speedrun.py --beside ../unchanged
-        and the trainer in that folder, with its own settings; says which of them differ
 
-For each seed the sides take turns on the same cores, validation.every steps at a time, so that what
-else the machine does hits all of them. The seconds count all that a step does. Before the first
-turn and after each the clock stands while eval/solved is measured, for TRL by main.py's evaluation
-as well, on a copy of its weights. TRL has the same weights to begin with, the same questions in the
-same order, groups, length, learning rates and loss (dr_grpo, no KL), from --config and the keys
-given."""
+For each seed the sides take turns on the same cores, validation.every steps at a time. The clock
+stops during evaluations. main.evaluate evaluates TRL's model too, on a copy of its weights. TRL
+begins with the same weights. It gets the same questions in the same order, and the same group size,
+length limit, learning rates and loss (Dr. GRPO without KL), from --config and the keys that you
+give. The other checkout has its own settings, and the keys that you give."""
 
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
-from sides import ROOT, Side, layout
+from sides import Side
+
+RANKS, THREADS = 2, 1
+TITLES = {"ours": "this trainer", "trl": "TRL", "beside": "the other checkout"}
 
 parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
 parser.add_argument("--trl-python", help="the Python of an environment with bench/requirements.txt")
 parser.add_argument("--beside", type=Path, metavar="FOLDER", help="another checkout")
-parser.add_argument("--target", type=float, default=0.3,
-                    help="for the lower bound of eval/solved to reach")
+parser.add_argument("--target", type=float, default=0.3, help="for the lower bound of eval/solved")
 parser.add_argument("--config", default="recipes/lab.yaml")
 parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-parser.add_argument("--layout", type=layout, default=(2, 1), help="ranks x threads, like 2x1")
-parser.add_argument("--trl-passes", type=int, default=1,
-                    help="micro-batches in which TRL takes a rank's rows")
 parser.add_argument("keys", nargs="*", help="section.key=value, for all sides")
 options = parser.parse_intermixed_args()
-given = ["--config", options.config, *options.keys]
 
 
 def start(seed: int) -> dict[str, Side]:
-    keys = [*given, f"training.seed={seed}"]
-    sides = {"ours": Side(sys.executable, "ours", "training", 1, *options.layout, keys)}
-    try:
-        if options.trl_python:
-            sides["trl"] = Side(options.trl_python, "trl", "training", options.trl_passes,
-                                *options.layout, keys)
-        if options.beside:
-            sides["beside"] = Side(sys.executable, "ours", "training", 1, *options.layout, keys,
-                                   options.beside.resolve())
-    except OSError as error:
-        sys.exit(f"error: {error.filename}: {error.strerror}")
+    keys = ["--config", options.config, *options.keys, f"training.seed={seed}"]
+    sides = {"ours": Side("ours", "training", RANKS, THREADS, keys)}
+    if options.trl_python:
+        sides["trl"] = Side("trl", "training", RANKS, THREADS, keys, python=options.trl_python)
+    if options.beside:
+        sides["beside"] = Side("ours", "training", RANKS, THREADS, keys,
+                               root=options.beside.resolve())
     return sides
 
 
-def reached(answer: dict) -> bool:
-    return answer["low"] >= options.target
-
-
-def settings(root: Path) -> dict[str, object]:
-    """{key: value} of that checkout."""
-    tell = ("import json, sys; from machinery.settings import flatten, load_config; "
-            "print(json.dumps(flatten(load_config(sys.argv[1:]))))")
-    return json.loads(subprocess.run([sys.executable, "-c", tell, *given], cwd=root, check=True,
-                                     text=True, stdout=subprocess.PIPE).stdout.splitlines()[-1])
-
-
-def check(answer: dict, ours: list[dict], is_trl: bool) -> None:
-    """Nothing is compared that does not begin alike, or is not given the same."""
-    if answer["step"] == 0 and reached(answer):
-        sys.exit(f"error: --target {options.target}: before any training {answer['solved']:.3f} of "
-                 "the questions are solved")
-    same_step = [each for each in ours if each["step"] == answer["step"]]
-    if is_trl and same_step:  # else this trainer was there before
-        if answer["step"] == 0 and answer["solved"] != same_step[0]["solved"]:
-            sys.exit(f"error: before any training TRL's side solves {answer['solved']:.4f} of the "
-                     f"questions, this trainer {same_step[0]['solved']:.4f}: install the same "
-                     "torch and transformers in both environments")
-        if answer["seen"] != same_step[0]["seen"]:
-            sys.exit(f"error: up to step {answer['step']} TRL's side has had other questions, or "
-                     "another learning rate, than this trainer")
+def check_same_start(ours: dict, trl: dict) -> None:
+    """Nothing is compared that does not begin alike, or does not get the same."""
+    if trl["step"] == 0 and trl["solved"] != ours["solved"]:
+        sys.exit(f"error: before any training TRL's side solves {trl['solved']:.4f} of the "
+                 f"questions, this trainer {ours['solved']:.4f}: install the same torch and "
+                 "transformers in both environments")
+    if trl["seen"] != ours["seen"]:
+        sys.exit(f"error: up to step {trl['step']} TRL's side has had other questions, or another "
+                 "learning rate, than this trainer")
 
 
 def race(seed: int) -> dict[str, dict]:
-    """For each side where it reached the target, if it did, and its curve."""
+    """Returns for each side where it reached the target, or None, and its curve."""
     sides = start(seed)
     racing = dict(sides)
     while racing:
         for name, side in list(racing.items()):
-            answer = side.step()
-            print(f"seed {seed}  {name:<6}  step {answer['step']:>4}  {answer['seconds']:8.1f} s  "
-                  f"solved {answer['solved']:.3f}, at least {answer['low']:.3f}", flush=True)
-            check(answer, sides["ours"].answers, name == "trl")
-            if reached(answer) or not answer["left"]:
+            answer = side.turn()
+            step, solved, low = answer["step"], answer["solved"], answer["low"]
+            print(f"seed {seed}  {name:<6}  step {step:>4}  {answer['seconds']:8.1f} s more  "
+                  f"solved {solved:.3f}, at least {low:.3f}", flush=True)
+            if step == 0 and low >= options.target:
+                sys.exit(f"error: --target {options.target}: {solved:.3f} are solved before any "
+                         "training")
+            for own in sides["ours"].answers:
+                if name == "trl" and own["step"] == step:
+                    check_same_start(own, answer)
+            if low >= options.target or not answer["left"]:
                 racing.pop(name).end()
-    results = {}
-    for name, side in sides.items():
-        last = side.answers[-1]
-        there = reached(last)
-        results[name] = {"steps": last["step"] if there else None,
-                         "seconds": round(last["seconds"], 2) if there else None,
-                         "curve": [[each["step"], round(each["seconds"], 2), each["solved"]]
-                                   for each in side.answers]}
-    return results
+    return {name: result_of(side.answers) for name, side in sides.items()}
+
+
+def result_of(answers: list[dict]) -> dict:
+    curve, seconds = [], 0.0
+    for answer in answers:
+        seconds += answer["seconds"]
+        curve.append([answer["step"], round(seconds, 2), answer["solved"]])
+    reached = answers[-1]["low"] >= options.target
+    return {"steps": answers[-1]["step"] if reached else None,
+            "seconds": round(seconds, 2) if reached else None, "curve": curve}
 
 
 def ratio(result: dict, rival: str) -> float | None:
+    """Returns how many times as long the rival took."""
     mine, theirs = result["ours"]["seconds"], result[rival]["seconds"]
     return round(theirs / mine, 3) if mine and theirs else None
 
 
-def median(values: list[float | None]) -> float | None:
-    """None where a run has not reached the target: what is left would look better than it is."""
-    return None if None in values else round(statistics.median(values), 3)
+def cell(value: float | None) -> str:
+    return "not reached" if value is None else f"{value:g}"
 
 
-def cell(value: float | None, form: str = "") -> str:
-    return "not reached" if value is None else format(value, form)
+results = {}
+for seed in options.seeds:
+    results[seed] = race(seed)
 
-
-results = {seed: race(seed) for seed in options.seeds}
-titles = {"ours": "this trainer", "trl": "TRL", "beside": "the other checkout"}
 names = list(results[options.seeds[0]])
-rivals = names[1:]
-columns = ["seed", *(f"{titles[name]}: {what}" for name in names for what in ("steps", "seconds")),
-           *(f"{titles[rival]} / {titles['ours']}" for rival in rivals)]
-print("", f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}", sep="\n")
+titles = ["seed"]
+for name in names:
+    titles += [f"{TITLES[name]}: steps", "seconds"]
+titles += [f"{TITLES[name]} / this trainer" for name in names[1:]]
+print(f"\n| {' | '.join(titles)} |\n|{' --- |' * len(titles)}")
 for seed, result in results.items():
     cells = [str(seed)]
     for name in names:
-        cells += [cell(result[name]["steps"]), cell(result[name]["seconds"], ".1f")]
-    cells += [cell(ratio(result, rival), ".2f") for rival in rivals]
+        cells += [cell(result[name]["steps"]), cell(result[name]["seconds"])]
+    cells += [cell(ratio(result, name)) for name in names[1:]]
     print(f"| {' | '.join(cells)} |")
-medians = {rival: median([ratio(result, rival) for result in results.values()])
-           for rival in rivals}
-print()
-for rival in rivals:
-    print(f"median of {titles[rival]} / {titles['ours']}: {cell(medians[rival], '.2f')}")
-if options.beside:
-    mine, theirs = settings(ROOT), settings(options.beside.resolve())
-    print("\n| key | the other checkout | this one |\n| --- | --- | --- |")
-    for key in sorted({*mine, *theirs}):
-        if mine.get(key) != theirs.get(key):
-            print(f"| `{key}` | {theirs.get(key)} | {mine.get(key)} |")
-print(json.dumps({
-    "target": options.target, "layout": "x".join(map(str, options.layout)), "keys": options.keys,
-    "median_ratio": medians,
-    "median_seconds": {name: median([result[name]["seconds"] for result in results.values()])
-                       for name in names},
-    "seeds": results}))
+
+medians = {}
+for name in names[1:]:
+    ratios = [ratio(result, name) for result in results.values()]
+    # Without the runs that never reached the target it would look better than it is.
+    medians[name] = None if None in ratios else statistics.median(ratios)
+print(json.dumps({"median_ratio": medians, "seeds": results}))
