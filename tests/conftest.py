@@ -1,41 +1,37 @@
-"""What the tests share: a time limit for each, small random models of several architectures,
-made-up trajectories."""
+"""What the tests share: small random models, made-up answers, the losses in plain loops, short
+runs, and the fixtures. How processes are started is in processes.py."""
 
 import contextlib
+import dataclasses
 import functools
+import hashlib
 import json
 import math
-import os
 import random
 import re
 import runpy
 import signal
-import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-# Before torch, transformers and pyarrow are imported, here and in the processes that tests start:
-# models this small lose by sharing their work, and more so beside other processes
-os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["HF_HUB_OFFLINE"] = "1"
-# pyarrow's own thread: what forks must have only one
-os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
+from processes import ROOT, Result, ranks, run  # isort: skip  It sets the environment.
 
 import pytest
 import torch
 import transformers
-from processes import ROOT, run
 
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "examples")]
 
 import logger
 import main
-from machinery import launch, ranks
+from machinery import launch
+from machinery.ranks import join
 
 torch.set_num_threads(1)
-# for one test: what only a hang takes, on a slow and busy machine too
-SECONDS, SECONDS_OF_SOAKING = 600, 1500
+
+# ---------------------------------------------------------------- models
+
 VOCABULARY = 24
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48,
          "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -47,7 +43,7 @@ ARCHITECTURES = {
            "attn_pdrop": 0, **more}),
     "llama": lambda **more: transformers.LlamaConfig(**{**SIZES, **more}),
     "qwen2": lambda **more: transformers.Qwen2Config(**{**SIZES, **more}),
-    # caps low enough to matter, and a window shorter than the sequences
+    # Caps low enough to matter, and a window shorter than the sequences.
     "gemma2": lambda **more: transformers.Gemma2Config(
         **{**SIZES, "final_logit_softcapping": 4.0, "attn_logit_softcapping": 1.0,
            "sliding_window": 8, **more}),
@@ -57,8 +53,8 @@ ARCHITECTURES = {
 def make_model(architecture: str = "qwen2", dtype: torch.dtype = torch.float32,
                spread: float = 0.08, **more):
     """Random weights. The usual initialisation gives nearly equal logits, which hide mistakes.
-    These differ as much as they can without rounding in float32 growing from layer to layer; with a
-    larger `spread` some tokens are by far the likeliest."""
+    These differ as much as they can without rounding in float32 growing from layer to layer. With
+    a larger `spread` some tokens are by far the likeliest."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(ARCHITECTURES[architecture](**more),
                                                           dtype=torch.float32)
@@ -66,17 +62,17 @@ def make_model(architecture: str = "qwen2", dtype: torch.dtype = torch.float32,
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0.0, spread)
-    # drawn in float32 whatever the type, so that all types mean the same model
+    # Sampled in float32 whatever the type, so that all types mean the same model.
     return model.to(dtype).eval()
 
 
 def make_config(**overrides):
-    """config.yaml with keys changed; dots written as two underscores: training__seed=1."""
+    """config.yaml with keys changed. Dots are written as two underscores: training__seed=1."""
     return load_config(*(f"{key.replace('__', '.')}={json.dumps(value)}"
                          for key, value in overrides.items()))
 
 
-@functools.cache  # reading YAML takes longer than most of what is tested
+@functools.cache  # Reading YAML takes longer than most of what is tested.
 def load_config(*overrides):
     return main.load_config(list(overrides))
 
@@ -86,15 +82,22 @@ SILENT_LOG = SimpleNamespace(
     advance=lambda count: None, phase=lambda name, total=0: contextlib.nullcontext(), seconds={})
 
 
-def make_policy(model, config, **how):
-    """What `policy_gradient` uses of a run: the model wrapped as in `prepare`."""
-    wrapped = torch.nn.parallel.DistributedDataParallel(main.Policy(model, config), **how)
-    return SimpleNamespace(policy=wrapped, config=config, reference=None, log=SILENT_LOG)
+# ---------------------------------------------------------------- learning
+
+# The batch that most tests of the gradient learn from.
+QUESTIONS, GROUP = 6, 2
+TEMPERATURE, L = 0.7, 12
+SGD_RATE = 0.06
+# The formulas are computed in float64. Rounding then comes to 1e-14 in float64 and to 1e-6 in
+# float32, a little more or less on another processor. A wrong formula changes the gradient by 1e-2
+# and more.
+BOUND = {torch.float32: 1e-5, torch.float64: 1e-11}
+ARCHITECTURE = {torch.float64: "gpt2", torch.float32: "qwen2"}
 
 
-def make_trajectories(count: int, seed: int = 0, longest: int = 12) -> list:
-    """Random token ids of ragged lengths, some cut off. Advantages are positive, negative and 0, as
-    after `compute_advantages`."""
+def make_trajectories(count: int = QUESTIONS * GROUP, seed: int = 0, longest: int = L) -> list:
+    """Random token ids of ragged lengths, some truncated. Advantages are positive, negative and 0,
+    as after `compute_advantages`."""
     stream = random.Random(seed)
     trajectories = []
     for i in range(count):
@@ -107,17 +110,81 @@ def make_trajectories(count: int, seed: int = 0, longest: int = 12) -> list:
     return trajectories
 
 
+def learning_config(**overrides):
+    return make_config(**{"training__max_new_gen_tokens": L, "training__max_grad_norm": None,
+                          "sampling__temperature": TEMPERATURE, "model__precision": "float32",
+                          **overrides})
+
+
+def make_policy(model, config, **how):
+    """What `policy_gradient` uses of a run: the model wrapped as in `prepare`."""
+    wrapped = torch.nn.parallel.DistributedDataParallel(main.Policy(model, config), **how)
+    return SimpleNamespace(policy=wrapped, config=config, reference=None, log=SILENT_LOG)
+
+
+def start_of(model):
+    """What `model` shall have been before it learned: the same architecture, other weights."""
+    reference = make_model(model.config.model_type, model.dtype)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.mul_(0.97)
+    return reference
+
+
+def step_of_sgd(model):
+    """In place of AdamW's, between two updates: large enough for ratios to leave the clipping
+    range."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.sub_(SGD_RATE * parameter.grad)
+
+
+def learn(model, trajectories, **overrides):
+    """All updates on one batch, as a run of these settings makes them. Returns the last update's
+    metrics. Its gradient stays in `model`."""
+    config = learning_config(**overrides)
+    run = make_policy(model, config, gradient_as_bucket_view=True)
+    if config.training.kl_beta:
+        run.reference = main.make_reference(main.Policy, start_of(model), config)
+    answers = [dataclasses.replace(trajectory) for trajectory in trajectories]
+    for update in range(config.training.updates_per_batch):
+        if update > 0:
+            step_of_sgd(model)
+        metrics = main.policy_gradient(run, answers)
+    return metrics
+
+
+def learn_in_plain_loops(trajectories, architecture, dtype=torch.float64, **overrides):
+    """The same as `learn`, by `plain_loss`: loss and gradient of the last update."""
+    training = make_config(**overrides).training
+    model, old, reference = make_model(architecture, dtype), None, None
+    if training.updates_per_batch > 1:
+        old = as_numbers(plain_logprobs(model, trajectories, TEMPERATURE))
+    if training.kl_beta:
+        reference = as_numbers(plain_logprobs(start_of(model), trajectories, TEMPERATURE))
+    for update in range(training.updates_per_batch):
+        if update > 0:
+            step_of_sgd(model)
+        model.zero_grad()
+        loss = plain_loss(model, trajectories, QUESTIONS * GROUP, L, TEMPERATURE,
+                          normalizer=training.loss_normalizer, clip=training.clip, old=old,
+                          ratio=training.ratio, beta=training.kl_beta, kl_in=training.kl_in,
+                          reference=reference, mask_truncated=training.mask_truncated)
+        loss.backward()
+    return loss.item(), gradient(model)
+
+
 def plain_loss(model, trajectories: list, B: int, L: int, temperature: float, *,
                normalizer: str = "max_length", clip=None, ratio: str = "token",
                old: list[list[float]] | None = None, beta: float = 0.0, kl_in: str = "reward",
                reference: list[list[float]] | None = None,
                mask_truncated: bool = False) -> torch.Tensor:
-    """The loss as the papers write it, in plain loops, one unpadded sequence at a time. `old`,
-    `reference`: log-probabilities of each token."""
+    """The loss as the papers write it, in plain loops, one unpadded sequence at a time. `old` and
+    `reference` are log-probabilities of each token."""
     total = torch.zeros((), dtype=model.dtype)
     num_tokens = sum(len(trajectory.completion_ids) for trajectory in trajectories)
-    for i, (trajectory, logprobs) in enumerate(
-            zip(trajectories, plain_logprobs(model, trajectories, temperature))):
+    all_logprobs = plain_logprobs(model, trajectories, temperature)
+    for i, (trajectory, logprobs) in enumerate(zip(trajectories, all_logprobs)):
         if mask_truncated and trajectory.is_truncated:
             continue
         for t, logprob in enumerate(logprobs):
@@ -127,7 +194,7 @@ def plain_loss(model, trajectories: list, B: int, L: int, temperature: float, *,
             if old is None:
                 gain = A * logprob
             else:
-                if ratio == "sequence":  # the whole answer's, to the power of one over its length
+                if ratio == "sequence":  # that of the whole answer, to the power of 1 / length
                     rho = torch.ones((), dtype=model.dtype)
                     for before, now in zip(old[i], logprobs):
                         rho = rho * torch.exp((now - before) / len(logprobs))
@@ -162,30 +229,90 @@ def plain_logprobs(model, trajectories: list, temperature: float) -> list[list[t
     return all_logprobs
 
 
+def as_numbers(logprobs: list[list[torch.Tensor]]) -> list[list[float]]:
+    return [[value.item() for value in row] for row in logprobs]
+
+
 def gradient(module) -> torch.Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in module.parameters()])
-
-
-def clear_choices(logits: torch.Tensor) -> list[int]:
-    """The likeliest token at each position, (time, vocabulary), so much likelier than the next that
-    no rounding can choose that."""
-    first, second = logits.topk(2).values.unbind(-1)
-    assert (first - second).min() > 1e-4
-    return logits.argmax(-1).tolist()
 
 
 def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
     return float((value.double() - reference.double()).norm() / reference.double().norm())
 
 
+# ---------------------------------------------------------------- sampling
+
+# Ragged, so that two of them are padded.
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [3, 4], [2, 9, 2, 9, 2]]
+
+
+class Tokenizer:
+    """As much of a tokenizer as sampling uses, over the random models' vocabulary."""
+
+    def __init__(self, eos: int):
+        self.eos_token_id = eos
+
+    def decode(self, ids, **_):
+        return " ".join(map(str, ids))
+
+
+def sampling_run(model, eos=0, **overrides):
+    """What `sample` uses of a run."""
+    config = make_config(**{"model__precision": "float32", **overrides})
+    tokenizer = Tokenizer(eos)
+    return SimpleNamespace(config=config, tokenizer=tokenizer, log=SILENT_LOG,
+                           stop_ids=main.find_stop_ids(model, tokenizer),
+                           sampler=main.make_sampler(model, config))
+
+
+def sample_from(run, prompts, group_size) -> list:
+    """`group_size` answers to each of these prompts, in one list."""
+    asked = [main.Question({}, prompt) for prompt in prompts]
+    return [answer for group in main.sample(run, asked, group_size) for answer in group]
+
+
+def sample(model, prompts, group_size, **how) -> list:
+    return sample_from(sampling_run(model, **how), prompts, group_size)
+
+
+def clear_choices(logits: torch.Tensor) -> list[int]:
+    """The likeliest token at each position of (time, vocabulary) logits. It must be so much
+    likelier than the next one that no rounding can choose that one."""
+    first, second = logits.topk(2).values.unbind(-1)
+    assert (first - second).min() > 1e-4
+    return logits.argmax(-1).tolist()
+
+
+# ---------------------------------------------------------------- runs
+
+# A run of three short steps, with an evaluation at its start and its end.
+SMALL = ["training.max_steps=3", "training.max_new_gen_tokens=48", "training.learning_rate=0.001",
+         "training.num_samples_per_step=2", "training.k_best_of_n=[4,4]", "data.num_validation=6",
+         "data.max_rows=200", "validation.best_of_n=2", "run.name=a"]
+EVERY_STEP = ["checkpoint.every=1", "validation.every=2"]
+SIL = ["training.learning_type=sil", "training.k_best_of_n=[2,4]"]
+# The metrics that depend on the clock or on the machine.
+TIMES = {"tokens_per_second", "seconds/sample", "seconds/score", "seconds/refill", "seconds/learn",
+         "memory_gb", "memory_reserved_gb"}
+# These are measured in the first step, and in each step that is evaluated.
+CHANGE = {"moved", "moved_as_meant", "change_as_meant", "change_rewarded", "change_punished"}
+
+
 def start(arguments: list[str]) -> int:
-    """`python main.py`, in this process: returns the exit code, see `stay`."""
+    """`python main.py` in this process. Returns the exit code, see `stay`."""
     return launch.launch(main.main, arguments)
 
 
 def run_main(*arguments: str):
     """For `ranks`: does not return, as `launch` ends the process."""
     launch.launch(main.main, list(arguments))
+
+
+def run_without_curves(*arguments: str):
+    """As `run_main`, without what takes longer than all the rest of a small run."""
+    logger.Logger._draw_curves = draw_nothing
+    run_main(*arguments)
 
 
 def run_script(path: str, *arguments: str):
@@ -195,12 +322,69 @@ def run_script(path: str, *arguments: str):
     runpy.run_path(path, run_name="__main__")
 
 
+def uninterrupted(num_ranks: int, folder: Path, *settings: str) -> dict:
+    """The outcome of a small run."""
+    result = ranks(num_ranks, run_without_curves, *SMALL, *settings, f"run.dir={folder}")
+    assert result.returncode == 0, result.stderr
+    return outcome(folder / "a")
+
+
+def interrupted(num_ranks: int, strike: dict, folder: Path, *settings: str) -> Result:
+    """One start of a small run, which `strike` may end: see interrupted_worker.py."""
+    from interrupted_worker import run_and_be_struck
+
+    folder.mkdir(exist_ok=True)
+    return ranks(num_ranks, run_and_be_struck, strike, str(folder),
+                 [*SMALL, *settings, f"run.dir={folder}"])
+
+
+def outcome(folder: Path) -> dict:
+    """All that a run has come to, times aside."""
+    checkpoint = max((folder / "checkpoints").glob("step-*"))
+    state = json.loads((checkpoint / "state.json").read_text())
+    files = [*folder.iterdir(), *(folder / "checkpoints").iterdir()]
+    return {"metrics": [without_times(entry) for entry in read_jsonl(folder / "metrics.jsonl")],
+            "samples": read_jsonl(folder / "samples.jsonl"),
+            "step": checkpoint.name,
+            "state": [state[key] for key in ("step", "best", "last_evaluation")],
+            "tensors": digest(checkpoint / "tensors-1.safetensors"),
+            "best": digest(folder / "best" / "model.safetensors"),
+            "best of": name_without_count(folder / "best"),
+            "files": sorted(name_without_count(path) for path in files if path.name != "best")}
+
+
+def without_files(outcome: dict) -> dict:
+    return {**outcome, "files": None}
+
+
+def without_times(entry: dict) -> dict:
+    return {key: value for key, value in entry.items() if key not in TIMES}
+
+
+def training_steps(folder: Path) -> list[dict]:
+    """The training part of metrics.jsonl, without what depends on the clock."""
+    return [without_times(entry) for entry in read_jsonl(folder / "metrics.jsonl")
+            if "reward" in entry]
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def name_without_count(path: Path) -> str:
+    """A run killed after it had switched best/ switches it again, to the same in a folder
+    best-000004-2, say. The last number does not count."""
+    return re.sub(r"^(best-\d+)-\d+$", r"\1", path.resolve().name)
+
+
+# ---------------------------------------------------------------- files
+
 def read_jsonl(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def shown_file(name: str) -> str:
-    """What docs/ shows of it: the block that begins with its name."""
+    """What docs/ shows of a file: the block that begins with its name."""
     pages = "\n".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
     return re.search(rf"```(?:python|yaml)\n(# {re.escape(name)}.*?)```", pages, re.DOTALL)[1]
 
@@ -213,48 +397,16 @@ def write_own_task(folder: Path) -> None:
     assert run("bash", "-c", makes_data, cwd=folder).returncode == 0
 
 
-def pytest_addoption(parser):
-    parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in another order")
+# ---------------------------------------------------------------- fixtures
 
-
-def pytest_collection_modifyitems(config, items):
-    if (seed := config.getoption("--shuffle")) is not None:
-        random.Random(seed).shuffle(items)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item):
-    """A test that takes too long fails by its name, with the stack of every process that it has
-    started: see `stacks_on_the_way_out`. (Where even this cannot interrupt it,
-    `faulthandler_timeout` of pyproject.toml does.)"""
-    seconds = SECONDS_OF_SOAKING if item.get_closest_marker("soak") else SECONDS
-
-    def end(*_):
-        # which no `except Exception` takes for its own
-        raise pytest.fail.Exception(f"this test has not ended after {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 60)
-    try:
-        return (yield)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
-KEPT = []
+KEPT_GROUPS = []
 
 
 def stay(code: int) -> int:
-    """In place of `end_process`: what `launch` was called from goes on, with a group that is never
-    freed, see there."""
+    """In place of `end_process`: what called `launch` continues. The process group is kept, because
+    freeing it would end its threads under other tests."""
     if torch.distributed.is_initialized():
-        KEPT.append(torch.distributed.group.WORLD)
+        KEPT_GROUPS.append(torch.distributed.group.WORLD)
         torch.distributed.destroy_process_group()
     return code
 
@@ -263,46 +415,34 @@ DRAW_CURVES = logger.Logger._draw_curves
 
 
 def draw_nothing(log) -> None:
-    """In place of curves that no one will look at, and that take longer to draw than all the rest
-    of a small run."""
+    """In place of curves that no one will look at."""
     (log.path / "curves.png").touch()
 
 
 @pytest.fixture(autouse=True)
-def staying(monkeypatch):
+def as_in_a_fresh_process(monkeypatch):
+    """Each test begins with the same random numbers. Runs end without ending the process, draw no
+    curves, and leave nothing behind: no handler, no module of a task, no variable of MLflow."""
+    torch.manual_seed(0)
     monkeypatch.setattr(launch, "end_process", stay)
-    on_ctrl_c = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(logger.Logger, "_draw_curves", draw_nothing)
-    # which mlflow itself sets, for processes it might start
-    monkeypatch.delenv("MLFLOW_EXPERIMENT_ID", raising=False)
-    yield
-    signal.signal(signal.SIGINT, on_ctrl_c)  # A run has a handler of its own.
-
-
-@pytest.fixture(autouse=True)
-def forgetting_tasks(monkeypatch):
-    """Tasks of one name from different folders can be loaded in one process."""
     monkeypatch.setattr(sys, "path", list(sys.path))
+    # MLflow itself sets it, for processes it might start.
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_ID", raising=False)
+    on_ctrl_c = signal.getsignal(signal.SIGINT)
     known = set(sys.modules)
     yield
+    signal.signal(signal.SIGINT, on_ctrl_c)
     for name in set(sys.modules) - known:
         path = getattr(sys.modules[name], "__file__", None) or ""
-        if "pytest-" in path:  # of a temporary folder
+        if "pytest-" in path:  # a task in a temporary folder
             del sys.modules[name]
-
-
-@pytest.fixture
-def nobody_listens():
-    """An address that refuses every connection, and that nobody else can take meanwhile."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        yield f"127.0.0.1:{taken.getsockname()[1]}"
 
 
 @pytest.fixture
 def one_rank():
     """The process group of a plain `python main.py`."""
-    ranks.join()
+    join()
     torch.set_num_threads(1)
     yield
     stay(0)

@@ -1,10 +1,9 @@
-"""The processes that tests start: ranks forked from one that has imported everything, and commands
-as a user types them.
+"""The processes that tests start: ranks, and commands as a user types them.
 
-A rank of `ranks` is there in a tenth of a second, where torchrun takes ten. It meets the others as
-under torchrun, in a store that outlives it, and once a rank has failed the others are told to end.
-Real torchrun is for what torchrun itself does: restarts, signals, exit codes, what is on the
-screen."""
+`ranks` forks its processes from one that has imported everything, so a rank is there in a tenth of
+a second, where torchrun takes ten. The ranks meet in a store that outlives them, as under torchrun,
+and once a rank has failed the others are told to end. Real torchrun is for what torchrun itself
+does: restarts, signals, exit codes, what is on the screen."""
 
 import contextlib
 import faulthandler
@@ -19,6 +18,13 @@ import time
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
+
+# Before torch, transformers and pyarrow are imported, here and in the processes that tests start.
+# Models this small lose by sharing their work between threads.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+# pyarrow's own thread: a process that forks must have only one.
+os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
 
 import psutil
 import torch
@@ -40,43 +46,43 @@ class Result(NamedTuple):
     stderr: str
 
 
-def inherited() -> dict[str, str]:
-    """What a process that a test starts has of the environment: no MLflow server, and no hub."""
+def inherited_environment() -> dict[str, str]:
+    """The environment of every process that a test starts: no MLflow server, and no hub."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("MLFLOW")}
     return {**kept, "HF_HUB_OFFLINE": "1"}
 
 
 def ranks(num_ranks: int, work, *arguments, cwd: Path = ROOT, **environment) -> Result:
-    """`work(*arguments)` on each of so many ranks; `work` is a function at the top of a test
-    file."""
+    """Calls `work(*arguments)` on each of `num_ranks` ranks. `work` is a function at the top of a
+    test file."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
-    # any free port
+    # Port 0 is any free port.
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = inherited() | {
+    shared = inherited_environment() | {
         "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", **environment}
     with tempfile.TemporaryDirectory() as folder:
-        outputs = [[Path(folder, f"{stream}-{rank}") for stream in ("stdout", "stderr")]
-                   for rank in range(num_ranks)]
-        processes = [context.Process(target=_rank, args=(
-            {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd, own,
-            (work.__module__, work.__name__), arguments))
-            for rank, own in enumerate(outputs)]
+        processes, outputs = [], []
+        for rank in range(num_ranks):
+            own_outputs = [Path(folder, f"{stream}-{rank}") for stream in ("stdout", "stderr")]
+            own_environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(context.Process(target=_rank, args=(
+                own_environment, cwd, own_outputs, work.__module__, work.__name__, arguments)))
+            outputs.append(own_outputs)
         pids: list[int] = []
-        with stacks_on_the_way_out(pids, [path for own in outputs for path in own]):
+        with ending_what_is_left(pids, [path for own in outputs for path in own]):
             for process in processes:
                 process.start()
                 pids.append(process.pid)
             first = _wait_as_torchrun_does(processes)
-        texts = [[path.read_text(errors="replace") if path.exists() else "" for path in own]
-                 for own in outputs]
-    stdout, stderr = ("".join(stream) for stream in zip(*texts))
+        stdout = "".join(path.read_text(errors="replace") for path, _ in outputs)
+        stderr = "".join(path.read_text(errors="replace") for _, path in outputs)
     return Result(first, [process.exitcode for process in processes], stdout, stderr)
 
 
-def _rank(environment: dict, cwd: Path, outputs: list[Path], work: tuple[str, str],
+def _rank(environment: dict, cwd: Path, outputs: list[Path], module: str, name: str,
           arguments: tuple) -> None:
     threads = os.listdir(f"/proc/{os.getppid()}/task") if os.path.exists("/proc") else [0]
     assert len(threads) == 1, "a process that has threads must not be forked"
@@ -85,8 +91,7 @@ def _rank(environment: dict, cwd: Path, outputs: list[Path], work: tuple[str, st
     os.chdir(cwd)
     for path, descriptor in zip(outputs, (1, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
-    faulthandler.enable()  # SIGABRT shows where it stands
-    module, name = work
+    faulthandler.enable()  # SIGABRT shows where the process stands.
     getattr(importlib.import_module(module), name)(*arguments)
 
 
@@ -124,17 +129,17 @@ def run(*command, cwd: Path = ROOT, **environment) -> subprocess.CompletedProces
             process = subprocess.Popen(
                 list(map(str, command)), cwd=cwd,
                 stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
-                env={**inherited(), "PYTHONFAULTHANDLER": "1", **environment})
-            with stacks_on_the_way_out([process.pid], outputs):
+                env={**inherited_environment(), "PYTHONFAULTHANDLER": "1", **environment})
+            with ending_what_is_left([process.pid], outputs):
                 process.wait()
         return subprocess.CompletedProcess(command, process.returncode,
                                            *(path.read_text(errors="replace") for path in outputs))
 
 
 @contextlib.contextmanager
-def stacks_on_the_way_out(pids: list[int], outputs):
-    """If the test ends inside, because its time is up, every process of these families says where
-    it stands and is ended, and what all have said is shown."""
+def ending_what_is_left(pids: list[int], outputs):
+    """If the test's time is up inside, every process of these families shows its stack and ends,
+    and the test shows what all of them have said."""
     try:
         yield
     except BaseException:
@@ -143,14 +148,12 @@ def stacks_on_the_way_out(pids: list[int], outputs):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process = psutil.Process(pid)
                 family += [process, *process.children(recursive=True)]
-        for deadly in (signal.SIGABRT, signal.SIGKILL):
-            # one by one, since they may write to one file, and parents first, or they might go on
-            # and end
+        for last_signal in (signal.SIGABRT, signal.SIGKILL):
             for process in family:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    process.send_signal(deadly)
-                psutil.wait_procs([process], timeout=3)
+                    process.send_signal(last_signal)
+            psutil.wait_procs(family, timeout=3)
         for path in outputs:
-            if Path(path).exists() and (said := Path(path).read_text(errors="replace")):
-                print(f"---------- {Path(path).name}\n{said}")
+            if path.exists():
+                print(f"---------- {path.name}\n{path.read_text(errors='replace')}")
         raise

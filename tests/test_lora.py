@@ -5,51 +5,163 @@ import runpy
 import sys
 from types import SimpleNamespace
 
+import ask
 import pytest
 import torch
 import transformers
 from conftest import (
+    BOUND,
+    GROUP,
+    QUESTIONS,
     SILENT_LOG,
+    SMALL,
+    TEMPERATURE,
+    L,
+    as_numbers,
     clear_choices,
+    digest,
     make_config,
     make_policy,
     make_trajectories,
     plain_logprobs,
     plain_loss,
-    read_jsonl,
     relative_error,
+    sample_from,
     start,
+    training_steps,
 )
-from processes import ROOT, ranks
-from test_learning import BOUND, GROUP, QUESTIONS, TEMPERATURE, L
-from test_resume import SMALL, digest, run_without_curves
-from test_run import TIMES
+from processes import ROOT
 
 import main
 from machinery.errors import UserError
 from machinery.tasks import encode_prompt
 
-sys.path.extend([str(ROOT / "bench"), str(ROOT / "examples")])
-import ask
-import continuous
-
 LORA = ["model.lora_rank=4", "model.lora_alpha=8"]
-FAMILY = ["training.kl_beta=0.05", "training.updates_per_batch=2", "training.clip=[0.2,0.2]",
-          "training.scale_rewards=group", "training.loss_normalizer=tokens",
-          "training.mask_truncated=true"]
 
 
 def with_adapters(size=0.1, **more):
-    """A model whose adapters have learned something already: fresh ones add nothing. `size`: of
-    what they have learned."""
-    config = make_config(model__lora_rank=4, model__precision="float32", **more)
+    """A model whose adapters have learned something already. Fresh ones add nothing."""
+    config = make_config(model__lora_rank=4, **{"model__precision": "float32", **more})
     model, tokenizer = main.load_model(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(0, size)
+    change_adapters(model, size)
     return model.cpu().eval(), tokenizer, config
 
+
+@torch.no_grad()
+def change_adapters(model, size=0.1):
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.normal_(0, size)
+
+
+def learning_parameters(model):
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def gradient_of_adapters(model):
+    return torch.cat([parameter.grad.flatten() for parameter in learning_parameters(model)])
+
+
+# ---------------------------------------------------------------- what learns
+
+@pytest.mark.mathematics
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_only_the_adapters_learn_and_the_kl_term_measures_from_the_model_without_them(
+        checkpointing, one_rank, model_folder):
+    """The reference of the plain formula is the model that the adapters were added to."""
+    folder = model_folder("gpt2")
+    model, _, config = with_adapters(
+        0.02, model__name=str(folder), training__kl_beta=0.5, training__max_new_gen_tokens=L,
+        sampling__temperature=TEMPERATURE, training__max_grad_norm=None,
+        training__tokens_per_micro_batch=60, model__gradient_checkpointing=checkpointing)
+    model = model.double()
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder).double().eval()
+    trajectories = make_trajectories(QUESTIONS * GROUP)
+    reference = as_numbers(plain_logprobs(base, trajectories, TEMPERATURE))
+    plain_loss(model, trajectories, QUESTIONS * GROUP, L, TEMPERATURE, beta=0.5,
+               reference=reference).backward()
+    expected = gradient_of_adapters(model)
+    model.zero_grad()
+
+    run = make_policy(model, config)
+    run.reference = main.make_reference(main.Policy, model, config)
+    metrics = main.policy_gradient(run, trajectories)
+
+    assert 1e-3 < metrics["kl"] < 0.3  # As in training.
+    assert relative_error(gradient_of_adapters(model), expected) < BOUND[torch.float64]
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad == ("lora_" in name)
+        assert parameter.requires_grad or parameter.grad is None
+
+
+@pytest.mark.mathematics
+@pytest.mark.parametrize("lora_rank", [0, 4])
+@pytest.mark.parametrize("precision", ["mixed", "float32", "bfloat16"])
+def test_the_kl_is_exactly_zero_as_long_as_nothing_was_learned(lora_rank, precision):
+    config = make_config(
+        model__precision=precision, model__lora_rank=lora_rank, training__kl_beta=0.1)
+    model, _ = main.load_model(config)
+    trajectories = make_trajectories(12)
+
+    logprobs, _ = main.Policy(model.train(), config)(trajectories)
+    reference_logprobs, _ = main.make_reference(main.Policy, model, config)(trajectories)
+
+    assert torch.equal(reference_logprobs, logprobs) and not reference_logprobs.requires_grad
+
+
+def test_lora_targets_names_the_layers_that_get_adapters():
+    model, _, _ = with_adapters(model__lora_targets=["q_proj", "v_proj"])
+
+    layers = set()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            layers.add(name.split(".")[-4])
+    assert layers == {"q_proj", "v_proj"}
+
+
+def test_without_peft_the_one_line_says_what_to_install(monkeypatch):
+    assert transformers.utils.is_peft_available()  # It remembers that, for later tests too.
+    monkeypatch.setitem(sys.modules, "peft", None)
+
+    with pytest.raises(UserError, match="pip install peft"):
+        with_adapters()
+
+
+# ---------------------------------------------------------------- what is sampled from
+
+def test_in_mixed_precision_what_does_not_learn_is_in_bfloat16_and_shared_with_the_sampler():
+    model, _, config = with_adapters(model__precision="mixed")
+    sampler = main.make_sampler(model, config)
+    with torch.no_grad():
+        for parameter in learning_parameters(model):
+            parameter += 0.37
+    main.refresh_sampler(sampler, model)
+
+    for parameter, copied in zip(model.parameters(), sampler.parameters(), strict=True):
+        dtype = torch.float32 if parameter.requires_grad else torch.bfloat16
+        assert parameter.dtype == dtype and copied.dtype == torch.bfloat16
+        assert torch.equal(copied, parameter.to(torch.bfloat16)) and not copied.requires_grad
+        assert (parameter.data_ptr() == copied.data_ptr()) == (not parameter.requires_grad)
+
+
+@pytest.mark.mathematics
+def test_answers_are_sampled_through_the_adapters():
+    """At top_k 1 there is one answer: that of the model's own logits."""
+    model, tokenizer, config = with_adapters(sampling__top_k=1, training__max_new_gen_tokens=24)
+    task = main.load_task(config)
+    rows = task.load(str(ROOT / "tiny" / "countdown.parquet"), 4)
+    prompts = [encode_prompt(row, task, tokenizer, config) for row in rows]
+    run = SimpleNamespace(config=config, tokenizer=tokenizer, log=SILENT_LOG,
+                          stop_ids=main.find_stop_ids(model, tokenizer),
+                          sampler=main.make_sampler(model, config))
+
+    for answer in sample_from(run, prompts, 2):
+        ids = torch.tensor([answer.prompt_ids + answer.completion_ids])
+        logits = model(ids).logits[0, len(answer.prompt_ids) - 1:-1]
+        assert clear_choices(logits) == answer.completion_ids
+
+
+# ---------------------------------------------------------------- what is left
 
 def plain_model_of(best, folder):
     """What the lines of docs/running.md make of adapters, loaded as any other model."""
@@ -63,192 +175,50 @@ def plain_model_of(best, folder):
     return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
-@pytest.mark.mathematics
-def test_only_the_adapters_learn_and_the_kl_term_measures_from_the_model_without_them(
-        one_rank, model_folder):
-    """Against the plain formula, whose reference is the model that the adapters were added to. In
-    float64, which GPT-2 computes in throughout."""
-    folder = model_folder("gpt2")
-    model, _, config = with_adapters(
-        0.02, model__name=str(folder), training__kl_beta=0.5, training__max_new_gen_tokens=L,
-        sampling__temperature=TEMPERATURE, training__max_grad_norm=None,
-        training__tokens_per_micro_batch=60)
-    base, model = (transformers.AutoModelForCausalLM.from_pretrained(folder).double().eval(),
-                   model.double())
-    trajectories = make_trajectories(QUESTIONS * GROUP)
-    against = [[value.item() for value in row]
-               for row in plain_logprobs(base, trajectories, TEMPERATURE)]
-    plain_loss(model, trajectories, QUESTIONS * GROUP, L, TEMPERATURE, beta=0.5,
-               reference=against).backward()
-    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    expected = torch.cat([parameter.grad.flatten() for parameter in learning])
-    model.zero_grad()
-    run = make_policy(model, config)
-    run.reference = main.make_reference(main.Policy, model, config)
-    metrics = main.policy_gradient(run, trajectories)
-    assert 1e-3 < metrics["kl"] < 0.3  # as in training
-    assert relative_error(torch.cat([parameter.grad.flatten() for parameter in learning]),
-                          expected) < BOUND[torch.float64]
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    assert (names and all("lora_" in name for name in names)
-            and not any("lm_head" in name for name in names))
-
-
-def test_lora_targets_names_the_layers_that_get_adapters():
-    model, _, _ = with_adapters(model__lora_targets=["q_proj", "v_proj"])
-    assert {name.split(".")[-4] for name, parameter in model.named_parameters()
-            if parameter.requires_grad} == {"q_proj", "v_proj"}
-    with pytest.raises(UserError, match="model.lora_targets: the model has no layer named v_prj"):
-        with_adapters(model__lora_targets=["q_proj", "v_prj"])
-    with pytest.raises(UserError, match="model.lora_targets: the model has no layer named no_such"):
-        with_adapters(model__lora_targets=["no_such", "q_proj", "v_prj"])
-
-
-def test_without_peft_the_one_line_says_what_to_install(monkeypatch):
-    assert transformers.utils.is_peft_available()  # which it remembers, for later tests too
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(UserError, match="pip install peft"):
-        with_adapters()
-
-
-@pytest.mark.mathematics
-def test_answers_are_sampled_through_the_adapters_also_by_continuous_batching(
-        tmp_path, monkeypatch):
-    """At top_k 1 there is one answer: that of the model with the adapters added in, and not that of
-    the model without them."""
-    greedy = {"sampling__top_k": 1, "training__max_new_gen_tokens": 24}
-    model, tokenizer, config = with_adapters(**greedy)
-    task = main.load_task(config)
-    rows = task.load(str(ROOT / "tiny" / "countdown.parquet"), 4)
-    questions = [main.Question(row, encode_prompt(row, task, tokenizer, config)) for row in rows]
-
-    def answers(model):
-        run = SimpleNamespace(config=config, task=task, tokenizer=tokenizer, log=SILENT_LOG,
-                              stop_ids=main.find_stop_ids(model, tokenizer),
-                              sampler=main.make_sampler(model, config))
-        groups = main.sample(run, questions, 2)
-        return [answer.completion_ids for group in groups for answer in group]
-
-    for each in (model, tokenizer):
-        each.save_pretrained(tmp_path / "best")
-    whole = plain_model_of(tmp_path / "best", tmp_path / "whole")
-    expected = answers(whole)
-    for row, completion in zip([row for row in rows for _ in range(2)], expected, strict=True):
-        prompt = tokenizer(row["prompt"])["input_ids"]
-        assert clear_choices(
-            whole(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1:-1]) == completion
-    assert answers(model) == expected
-    assert expected != answers(
-        transformers.AutoModelForCausalLM.from_pretrained(ROOT / "tiny" / "model"))
-    monkeypatch.setattr(main, "generate", continuous.generate)
-    assert answers(model) == expected
-
-
 def test_best_is_an_adapter_that_loads_from_anywhere_and_that_peft_makes_a_plain_model_of(
-        tmp_path, monkeypatch):
+        tmp_path, monkeypatch, capsys):
     def train(run):
         """In place of main.train: the first evaluation, of adapters that are not fresh."""
-        with torch.no_grad():
-            for name, parameter in run.model.named_parameters():
-                if "lora_B" in name:
-                    parameter.normal_(0, 0.1)
+        change_adapters(run.model)
         main.evaluate_and_keep_best(run)
 
     monkeypatch.setattr(main, "train", train)
     assert start([*SMALL, *LORA, f"run.dir={tmp_path}"]) == 0
     monkeypatch.chdir("/")
-    best, folder, ids = tmp_path / "a" / "best", tmp_path / "merged", torch.arange(2, 30)[None]
+    best, merged = tmp_path / "a" / "best", tmp_path / "merged"
+
     adapted = transformers.AutoModelForCausalLM.from_pretrained(best).eval()
-    assert any("lora_" in name for name, _ in adapted.named_parameters())
-    assert ((best / "adapter_model.safetensors").exists()
-            and not (best / "model.safetensors").exists())
-    logits = [model(ids).logits for model in (
-        plain_model_of(best, folder), adapted,
-        transformers.AutoModelForCausalLM.from_pretrained(ROOT / "tiny" / "model").eval())]
-    monkeypatch.setitem(sys.modules, "peft", None)
-    plain = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    plain = plain_model_of(best, merged)
+    base = transformers.AutoModelForCausalLM.from_pretrained(ROOT / "tiny" / "model").eval()
+
+    assert (best / "adapter_model.safetensors").exists()
+    assert not (best / "model.safetensors").exists()
     assert not any("lora_" in name for name, _ in plain.named_parameters())
-    assert torch.equal(plain(ids).logits, logits[0])
-    assert torch.allclose(logits[0], logits[1], atol=1e-4)
-    assert not torch.allclose(logits[1], logits[2], atol=0.1)
-    assert len(transformers.AutoTokenizer.from_pretrained(folder)) == plain.config.vocab_size
+    assert len(transformers.AutoTokenizer.from_pretrained(merged)) == plain.config.vocab_size
+    ids = torch.arange(2, 30)[None]
+    assert torch.allclose(plain(ids).logits, adapted(ids).logits, atol=1e-4)
+    assert not torch.allclose(base(ids).logits, adapted(ids).logits, atol=0.1)
+    # It can be asked as any other model.
+    assert ask.ask(["--model", str(best), "3", "7", "25", "=", "88"]) == 0
+    assert capsys.readouterr().out.count("--- answer") == 4
 
 
 @pytest.mark.parametrize("more", [[], LORA], ids=["full", "LoRA"])
-def test_with_the_whole_family_switched_on_a_resumed_run_ends_as_an_uninterrupted_one(
-        more, tmp_path):
-    """On two ranks. The reference stays the model that the run began with, and not what it had
-    become by the checkpoint."""
-    def outcome(folder, *steps):
-        for max_steps in steps:
-            result = ranks(2, run_without_curves, *SMALL, *FAMILY, *more,
-                           f"training.max_steps={max_steps}", "checkpoint.every=2",
-                           "validation.every=2", f"run.dir={folder}")
-            assert result.returncode == 0, result.stderr
-        metrics = [{key: value for key, value in entry.items() if key not in TIMES}
-                   for entry in read_jsonl(folder / "a" / "metrics.jsonl")]
-        checkpoint = folder / "a" / "checkpoints" / "step-000004"
-        return metrics, digest(checkpoint / "tensors-1.safetensors")
+def test_a_resumed_run_with_a_kl_term_ends_as_an_uninterrupted_one(more, tmp_path):
+    """The reference stays the model that the run began with."""
+    settings = [*SMALL, *more, "training.kl_beta=0.05", "training.updates_per_batch=2",
+                "checkpoint.every=2", "validation.every=2"]
+    whole, resumed = f"run.dir={tmp_path / 'whole'}", f"run.dir={tmp_path / 'resumed'}"
 
-    metrics, tensors = outcome(tmp_path / "whole", 4)
-    assert outcome(tmp_path / "twice", 2, 4) == (metrics, tensors)
-    last = metrics[-2]
-    assert last["updated"] == 2 and last["kl"] > 0 and 0 <= last["clipped"] <= 1
-    assert metrics[1]["kl"] < last["kl"]
+    assert start([*settings, whole, "training.max_steps=4"]) == 0
+    for max_steps in (2, 4):
+        assert start([*settings, resumed, f"training.max_steps={max_steps}"]) == 0
 
-
-def test_the_frozen_copy_for_mixed_precision_is_refreshed_where_the_model_learns(one_rank):
-    model, _, _ = with_adapters()
-    sampler = main.make_sampler(model, make_config(model__precision="mixed"))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.37 * parameter.requires_grad
-    main.refresh_sampler(sampler, model)
-    for copied, parameter in zip(sampler.parameters(), model.parameters(), strict=True):
-        assert torch.equal(copied, parameter.to(torch.bfloat16)) and not copied.requires_grad
-
-
-@pytest.mark.mathematics
-def test_gradient_checkpointing_changes_nothing_about_adapters(one_rank):
-    gradients = []
-    for checkpointing in (False, True):
-        torch.manual_seed(1)
-        model, _, config = with_adapters(model__gradient_checkpointing=checkpointing,
-                                         training__max_grad_norm=None,
-                                         sampling__temperature=TEMPERATURE)
-        main.policy_gradient(make_policy(model.double().train(), config),
-                             make_trajectories(QUESTIONS * GROUP))
-        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()
-                                    if parameter.requires_grad]))
-    assert relative_error(gradients[1], gradients[0]) < BOUND[torch.float64]
-
-
-def test_in_mixed_precision_what_does_not_learn_lies_in_bfloat16_and_is_shared_with_the_sampler():
-    config = make_config(model__lora_rank=4, model__precision="mixed")
-    model, _ = main.load_model(config)
-    sampler = main.make_sampler(model, config)
-    for parameter, copied in zip(model.parameters(), sampler.parameters(), strict=True):
-        assert (parameter.dtype == (torch.float32 if parameter.requires_grad else torch.bfloat16)
-                and copied.dtype == torch.bfloat16)
-        assert (parameter.data_ptr() == copied.data_ptr()) == (not parameter.requires_grad)
-
-
-@pytest.mark.mathematics
-@pytest.mark.parametrize("more", [{}, {"model__lora_rank": 4}], ids=["full", "LoRA"])
-@pytest.mark.parametrize("precision", ["mixed", "float32", "bfloat16"])
-def test_the_kl_is_exactly_zero_as_long_as_nothing_was_learned(more, precision):
-    config = make_config(model__precision=precision, training__kl_beta=0.1, **more)
-    model, _ = main.load_model(config)
-    trajectories = make_trajectories(12)
-    logprobs, _ = main.Policy(model.train(), config)(trajectories)
-    reference = main.make_reference(main.Policy, model, config)
-    assert torch.equal(reference(trajectories)[0], logprobs)
-    assert not reference(trajectories)[0].requires_grad
-
-
-def test_asking_best_of_a_run_with_adapters(tmp_path, capsys):
-    assert start([*SMALL, *LORA, "training.max_steps=1", "training.learning_rate=0.02",
-                  f"run.dir={tmp_path}"]) == 0
-    capsys.readouterr()
-    assert ask.ask(["--model", str(tmp_path / "a" / "best"), "3", "7", "25", "=", "88"]) == 0
-    assert capsys.readouterr().out.count("--- answer") == 4
+    ends = []
+    for name in ("whole", "resumed"):
+        checkpoint = tmp_path / name / "a" / "checkpoints" / "step-000004"
+        ends.append((training_steps(tmp_path / name / "a"),
+                     digest(checkpoint / "tensors-1.safetensors")))
+    assert ends[0] == ends[1]
+    steps, _ = ends[0]
+    assert [step["updated"] for step in steps] == [2] * 4 and steps[0]["kl"] < steps[-1]["kl"]

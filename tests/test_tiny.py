@@ -1,206 +1,132 @@
-"""The embedded default: what lies in tiny/ is what its card says, and build.py makes such a thing
-from nothing."""
+"""What lies in tiny/ and tiny/lab/ is what build.py makes, and what their cards say."""
 
-import argparse
-import itertools
 import random
 import re
 import sys
 from collections import Counter
-from fractions import Fraction
 
 import pytest
-from conftest import make_config, read_jsonl, run_script, start
-from processes import ROOT, ranks
+from conftest import SMALL, read_jsonl, start
+from processes import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import countdown
-import main
 from tiny import build
 
-TINY = ROOT / "tiny"
-# the arguments that built it: they stand in the first lines of build.py
-LAB_ARGUMENTS = re.search(r"--out tiny/lab .*", build.__doc__)[0].split()
+# The arguments that stand in the first lines of build.py.
+ARGUMENTS = {"tiny": [],
+             "tiny/lab": re.search(r"--out tiny/lab .*", build.__doc__)[0].split(),
+             "four numbers": ["--numbers", "3", "4"]}
 
 
-def content(nums, target):
-    return tuple(sorted(nums)), target
+@pytest.fixture
+def arguments_of(monkeypatch):
+    def parse(name: str):
+        monkeypatch.setattr(sys, "argv", ["build.py", *ARGUMENTS[name]])
+        return build.parse_arguments()
+
+    return parse
 
 
-@pytest.fixture(scope="module")
-def rows():
-    return countdown.load(str(TINY / "countdown.parquet"), None)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(TINY / "model")
-
-
-def values(numbers: list[Fraction], allowed=lambda made: True) -> set[Fraction]:
-    """All that can be made of all the numbers,
-    by taking any two and putting back what they make, if it is allowed."""
-    if len(numbers) == 1:
-        return set(numbers)
-    found = set()
-    for a, b in itertools.permutations(range(len(numbers)), 2):
-        rest = [number for i, number in enumerate(numbers) if i not in (a, b)]
-        x, y = numbers[a], numbers[b]
-        for made in [x + y, x - y, x * y] + ([x / y] if y else []):
-            if allowed(made):
-                found |= values([*rest, made], allowed)
+def sample_of(traces, count: int) -> list[tuple]:
+    """From all along the traces: the index, the problem and the trace as (nums, target, text)."""
+    found = []
+    for index in range(0, len(traces), len(traces) // count):
+        prompt, text = traces[index]
+        numbers, target = re.search(r"numbers ([\d, ]+) into .* equals (\d+)", prompt).groups()
+        found.append((index, [int(number) for number in numbers.split(", ")], int(target), text))
     return found
 
 
-def test_the_problems_are_many_distinct_and_solvable(rows):
-    assert len(rows) == len({row["problem"] for row in rows}) >= 20_000
-    assert all(len(row["nums"]) == 3 and 1 <= min(row["nums"]) and max(row["nums"]) <= 30
-               for row in rows)
-    for row in random.Random(0).sample(rows, 300):
-        assert row["target"] in values([Fraction(number) for number in row["nums"]])
+def lines_of(text: str) -> list[tuple[list, str]]:
+    """The thinking of a trace: the calculations of each line, with their results, and its yes or
+    no."""
+    found = []
+    for line in text.split("\n</think>\n")[0].split("\n"):
+        sums, verdict = line.rsplit(" ", 1)
+        found.append(([calculation.split("=") for calculation in sums.split(", ")], verdict))
+    return found
 
 
-@pytest.mark.parametrize("folder, arguments", [("", []), ("lab", LAB_ARGUMENTS)])
-def test_no_problem_of_the_dataset_is_in_the_supervised_traces_in_any_order(
-        folder, arguments, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["build.py", *arguments])
-    arguments = build.parse_arguments()
-    problems = build.make_problems(arguments)
-    rows = countdown.load(str(TINY / folder / "countdown.parquet"), None)
-    assert {row["problem"] for row in rows} == set(problems)  # the very data this code makes
+@pytest.mark.parametrize("folder", ["tiny", "tiny/lab"])
+def test_the_data_is_what_build_makes_and_no_trace_has_one_of_its_problems(folder, arguments_of):
+    arguments = arguments_of(folder)
+    arguments.problems = 2000  # Making all of them would take ten seconds.
+    made = build.make_problems(arguments)
+
+    rows = countdown.load(str(ROOT / folder / "countdown.parquet"), None)
+    problems = {row["problem"]: row["nums"] for row in rows}
+    assert len(rows) == len(problems) == 24_000
+    assert [(key, list(nums)) for key, nums in made.items()] == list(problems.items())[:2000]
     traces = build.Traces(problems, arguments)
-    for index in range(0, len(traces), len(traces) // 2000):
-        prompt, trace = traces[index]
-        numbers, target = (prompt.split("numbers ")[1].split(" into")[0],
-                           prompt.split("equals ")[1].split(".")[0])
-        assert content(map(int, numbers.split(", ")), int(target)) not in problems
-        assert countdown.format_reward_function(trace) == 1.0
+    for index, nums, target, text in sample_of(traces, 1000):
+        assert (tuple(sorted(nums)), target) not in problems
+        assert countdown.format_reward_function(text) == 1.0
+    assert traces[index][1] == text  # The same again, whatever came before.
 
 
-def test_every_line_of_a_trace_is_true_and_none_comes_twice(monkeypatch):
-    """Also with four numbers, where a search undoes two of them."""
-    monkeypatch.setattr(sys, "argv", ["build.py", "--numbers", "3", "4"])
-    traces = build.Traces({}, build.parse_arguments())
-    solved = []
-    for prompt, trace in map(traces.__getitem__, range(0, len(traces), len(traces) // 300)):
-        numbers, target = re.search(r"numbers ([\d, ]+) into .* equals (\d+)", prompt).groups()
-        nums, (thinking, answer) = numbers.split(", "), trace.split("\n</think>\n")
-        lines = thinking.split("\n")
-        assert len(lines) == len(set(lines))
-        for line in lines:
-            sums, verdict = line.rsplit(" ", 1)
-            used = [target]
-            for calculation, result in (sum_.split("=") for sum_ in sums.split(", ")):
-                assert countdown.evaluate_expression(calculation) == int(result)
-                used += re.split(r"\D", calculation)
-            wanted, made = re.findall(r"=(\d+)", line)[-2:]
-            assert verdict == ("yes" if wanted == made else "no")
-            assert not Counter([*nums, target]) - Counter(used)  # each number is used
-        last = countdown.answer_reward_function(trace, list(map(int, nums)), int(target))
-        assert last == lines[-1].endswith("yes") and "yes" not in "".join(lines[:-1])
-        assert sorted(re.findall(r"\d+", answer)) == sorted(nums)
-        solved.append(last)
-    assert 0.3 < sum(solved) / len(solved) < 0.9
+@pytest.mark.parametrize("folder", ["tiny", "tiny/lab"])
+def test_the_problems_are_solvable(folder):
+    rows = countdown.load(str(ROOT / folder / "countdown.parquet"), None)
+
+    for row in random.Random(0).sample(rows, 300):
+        guesses = build.guesses(tuple(sorted(row["nums"])), 99)
+        solutions = [expression for _, expression, made in guesses if made == row["target"]]
+        trace = f"</think><answer>{solutions[0]}</answer>"
+        assert countdown.reward_function(trace, row)["answer"] == 1.0
 
 
-@pytest.mark.parametrize("numbers", [3, 4])
-def test_guesses_are_all_that_can_be_made(numbers):
-    stream = random.Random(0)
-    for _ in range(100 // numbers ** 2):
-        nums = tuple(sorted(stream.randint(1, 30) for _ in range(numbers)))
-        guesses = build.guesses(nums, 99)
-        assert {made for *_, made in guesses} == values(
-            [Fraction(number) for number in nums],
-            lambda made: made.denominator == 1 and 0 <= made <= 99)
-        for calculations, expression, made in guesses:
-            assert countdown.evaluate_expression(expression) == made
-            assert calculations[-1].endswith(f"={made}")
-            assert sorted(map(int, re.findall(r"\d+", expression))) == list(nums)
-
-
-def test_guesses_are_true_but_for_slips_and_some_come_again(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["build.py", *LAB_ARGUMENTS])
-    traces = build.Traces({}, build.parse_arguments())
+@pytest.mark.parametrize("name", ["tiny/lab", "four numbers"])
+def test_traces_calculate_rightly_but_for_the_slips_of_the_lab_and_end_once_they_have_it(
+        name, arguments_of):
+    traces = build.Traces({}, arguments_of(name))
     seen = Counter()
-    for index in range(0, len(traces), len(traces) // 1000):
-        prompt, trace = traces[index]
-        practice = index < len(traces) / 2
-        numbers, target = re.search(r"numbers ([\d, ]+) into .* equals (\d+)", prompt).groups()
-        lines = trace.split("\n</think>\n")[0].split("\n")
-        for line in lines:
-            sums, verdict = line.rsplit(" ", 1)
-            made = sums.rsplit("=", 1)[1]
-            assert verdict == ("yes" if made == target else "no")
-            for calculation, result in (sum_.split("=") for sum_ in sums.split(", ")):
-                true = countdown.evaluate_expression(calculation) == int(result)
-                assert true or not practice and calculation in sums.rsplit(", ", 1)[-1]
-                seen["wrong"] += not true
-                a, b = map(int, re.split(r"\D", calculation))
-                seen["turned"] += a < b
-            seen["lines"] += not practice
-        seen["again"] += len(lines) - len({"".join(sorted(line)) for line in lines})
-        solved = countdown.answer_reward_function(trace, list(map(int, numbers.split(", "))),
-                                                  int(target))
-        seen[f"right, practice {practice}"] += bool(solved)
-        assert "yes" not in "".join(lines[:-1])
-    assert 0.02 < seen["wrong"] / seen["lines"] < 0.06
-    assert 0.02 < seen["again"] / seen["lines"] < 0.08 and seen["turned"]
-    assert seen["right, practice True"] > 1.5 * seen["right, practice False"] > 100
+    for _, nums, target, text in sample_of(traces, 1000):
+        lines = lines_of(text)
+        for calculations, verdict in lines:
+            for calculation, result in calculations:
+                seen["slips"] += countdown.evaluate_expression(calculation) != int(result)
+            results = [int(result) for _, result in calculations]
+            wanted = target if name == "tiny/lab" else results[-2]
+            assert verdict == ("yes" if results[-1] == wanted else "no")
+        assert "yes" not in [verdict for _, verdict in lines[:-1]]
+        seen["lines"] += len(lines)
+        seen["again"] += len(lines) - len({str(line) for line in lines})
+        seen["right"] += countdown.answer_reward_function(text, nums, target) == 1.0
+    assert 300 < seen["right"] < 900
+    if name == "tiny/lab":
+        assert 0.01 < seen["slips"] / seen["lines"] < 0.06 and seen["again"] > 0
+    else:
+        assert seen["slips"] == seen["again"] == 0
 
 
-@pytest.mark.parametrize("numbers", [3, 4])
-def test_what_can_be_reached_is_what_a_whole_search_hits(numbers):
-    stream = random.Random(0)
-    for _ in range(100 // numbers ** 2):
-        nums = tuple(sorted(stream.randint(1, 30) for _ in range(numbers)))
-        hit = {target for target in build.TARGETS
-               if any(hit for *_, hit in build.tries(nums, target, 99))}
-        assert hit == build.reachable(nums, 99) & set(build.TARGETS)
+@pytest.mark.parametrize("folder", ["tiny", "tiny/lab"])
+def test_the_models_are_small_and_their_tokenizers_give_every_digit_a_token(folder, arguments_of):
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / folder / "model")
+    model = AutoModelForCausalLM.from_pretrained(ROOT / folder / "model")
+    traces = build.Traces({}, arguments_of(folder))
+    texts = ["Any other text: é 漢字 \n\t", "0123456789"]
+    for i in range(100):
+        texts += traces[i]
 
-
-def test_the_tokenizer_gives_every_digit_its_own_token_and_loses_nothing(rows, tokenizer):
-    traces = build.Traces({}, argparse.Namespace(
-        seed=1, steps=10, batch_size=20, search="backwards", numbers=[3], largest=30,
-        largest_result=99, practice=0.5))
-    for text in [text for i in range(200) for text in traces[i]] + [
-            "Any other text: é 漢字 \n\t", "0123456789"]:
+    for text in texts:
         ids = tokenizer(text)["input_ids"]
         pieces = [tokenizer.decode([token]) for token in ids]
-        assert tokenizer.decode(ids) == text == tokenizer.decode(ids, skip_special_tokens=True)
-        assert all(len(piece) == 1 for piece in pieces
-                   if any(character.isdigit() for character in piece))
-    assert all(40 <= len(tokenizer(row["prompt"])["input_ids"]) <= 60 for row in rows[::50])
-    for tag in ("<think>", "</think>", "<answer>", "</answer>"):
-        assert len(tokenizer(tag)["input_ids"]) == 1
-    assert tokenizer.eos_token_id != tokenizer.pad_token_id and tokenizer.padding_side == "left"
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+        assert all(len(piece) == 1 for piece in pieces if re.search(r"\d", piece))
+    assert len(tokenizer("<think></think><answer></answer>")["input_ids"]) == 4
+    assert model.config.model_type == "qwen2" and model.num_parameters() < 1_800_000
 
 
-@pytest.mark.parametrize("folder", ["", "lab"])
-def test_the_folder_and_the_model_are_of_the_promised_size(folder):
-    files = [TINY / folder / "countdown.parquet", *(TINY / folder / "model").iterdir()]
-    assert sum(file.stat().st_size for file in files) <= 8_000_000
-    model = AutoModelForCausalLM.from_pretrained(TINY / folder / "model")
-    assert model.config.model_type == "qwen2"
-    assert 1_000_000 <= sum(parameter.numel() for parameter in model.parameters()) <= 1_800_000
+def test_a_much_smaller_one_is_built_by_the_same_code_and_trains_a_step(
+        tmp_path, monkeypatch, capsys):
+    toy = tmp_path / "toy"
+    monkeypatch.setattr(sys, "argv", ["build.py", "--out", str(toy), "--problems", "60", "--steps",
+                                      "3", "--batch-size", "4", "--hidden", "32", "--layers", "1"])
 
+    build.main()
+    code = start([*SMALL, f"model.name={toy / 'model'}", "training.max_steps=1",
+                  f"data.dataset={toy / 'countdown.parquet'}", f"run.dir={tmp_path}"])
 
-def test_validation_problems_are_in_neither_kind_of_training(rows):
-    training, validation = main.load_questions(countdown, None, make_config())
-    assert len(validation) >= 256
-    problems = [{row["problem"] for row in questions.rows} for questions in (training, validation)]
-    assert not problems[0] & problems[1]
-
-
-def test_a_much_smaller_one_is_built_by_the_same_code_and_trains_a_step(tmp_path):
-    arguments = ["--out", str(tmp_path / "toy"), "--problems", "60", "--steps", "3",
-                 "--batch-size", "4", "--hidden", "32", "--layers", "1", "--numbers", "3", "4"]
-    result = ranks(1, run_script, "tiny/build.py", *arguments)
-    assert result.returncode == 0, result.stderr
-    assert "at temperature 1: solved" in result.stdout
-    assert start([f"model.name={tmp_path / 'toy' / 'model'}",
-                  f"data.dataset={tmp_path / 'toy' / 'countdown.parquet'}",
-                  "data.num_validation=4", "validation.best_of_n=2", "training.max_steps=1",
-                  "training.num_samples_per_step=2", "training.max_new_gen_tokens=20",
-                  f"run.dir={tmp_path}", "run.name=a"]) == 0
-    entries = read_jsonl(tmp_path / "a" / "metrics.jsonl")
-    assert [entry["step"] for entry in entries] == [0, 1, 1]
+    assert "at temperature 1: solved" in capsys.readouterr().out
+    assert code == 0 and len(read_jsonl(tmp_path / "a" / "metrics.jsonl")) == 3

@@ -1,11 +1,11 @@
 """Countdown in which every answer earns the same.
-Nothing can be learned from it, and nothing must be."""
+Nothing can be learned from it, so no weight may change."""
 
 import countdown
 from countdown import REPLY_START, SOLVED, SYSTEM_MESSAGE, load
 
 __all__ = ["REPLY_START", "REWARD_WEIGHTS", "SOLVED", "SYSTEM_MESSAGE", "load", "reward_function"]
-# the honest parts are measured, but pay nothing
+# The honest parts are measured, but pay nothing.
 REWARD_WEIGHTS = {"constant": 1.0, "format": 0.0, "answer": 0.0}
 
 

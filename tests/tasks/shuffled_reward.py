@@ -1,6 +1,5 @@
-"""Countdown in which every answer earns what some other answer has earned: rewards as spread as the
-real ones, and as frequent, but telling nothing.
-A trainer that improves on this is fooling itself."""
+"""Countdown in which every answer earns what some other answer has earned. These rewards are as
+frequent as the real ones, but tell nothing. A trainer that improves on them is fooling itself."""
 
 import random
 
@@ -8,7 +7,7 @@ import countdown
 from countdown import REPLY_START, SOLVED, SYSTEM_MESSAGE, load
 
 __all__ = ["REPLY_START", "REWARD_WEIGHTS", "SOLVED", "SYSTEM_MESSAGE", "load", "reward_function"]
-# the honest parts are measured, but pay nothing
+# The honest parts are measured, but pay nothing.
 REWARD_WEIGHTS = {"shuffled": 1.0, "format": 0.0, "answer": 0.0}
 POOL_SIZE = 256
 pool: list[float] = []
@@ -22,5 +21,6 @@ def reward_function(completion: str, row: dict) -> dict[str, float]:
         pool.append(earned)
         stream.shuffle(pool)
     place = stream.randrange(len(pool))
-    pool[place], paid = earned, pool[place]  # takes what lay there, and leaves its own for another
+    paid = pool[place]
+    pool[place] = earned  # It is left for another answer.
     return {"shuffled": paid, **parts}

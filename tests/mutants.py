@@ -1,0 +1,362 @@
+"""Would the tests notice? Each mutant is a one-line fault in a copy of the sources, with the promise
+that it breaks. A test has to fail because of it.
+
+    .venv/bin/python tests/mutants.py                             all mutants, one row for each
+    .venv/bin/python tests/mutants.py moment checkpoint           those with such a word in their row
+    .venv/bin/python tests/mutants.py --tests tests/test_run.py   against these tests instead
+
+A row says after how many seconds which test has failed. Of a file, only the mutants that name it
+are tried with `--tests`, unless words choose others."""
+
+import argparse
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from processes import ROOT, ranks
+
+COPIED = ("main.py", "countdown.py", "logger.py", "config.yaml", "pyproject.toml", "README.md",
+          "CONTRIBUTING.md", "machinery", "tests", "tiny", "examples", "bench", "recipes", "docs")
+SECONDS = 90  # A rank that waits for another one for ever has to end, too.
+
+LEARNING, FAMILY, SAMPLING = "test_learning.py", "test_family.py", "test_sampling.py"
+FIRST_STEP, LORA, RUN, RESUME = "test_first_step.py", "test_lora.py", "test_run.py", "test_resume.py"
+FAILURES, COUNTDOWN, CONFIG = "test_failures.py", "test_countdown.py", "test_config.py"
+LOGGER, REFILL, SHARDING = "test_logger.py", "test_refill.py", "test_sharding.py"
+
+
+class Mutant(NamedTuple):
+    fault: str
+    path: str
+    right: str  # stands once in the file
+    wrong: str
+    test: str  # notices it
+
+
+MUTANTS = [
+    # ------------------------------------------------------------ the loss
+    Mutant("the sign of the loss", "main.py",
+           "return -(advantages * token_log_probs", "return (advantages * token_log_probs", LEARNING),
+    Mutant("the sign of a variant's loss", "main.py",
+           "return -(objective / normalizer)", "return (objective / normalizer)", FAMILY),
+    Mutant("the default loss where a variant is set", "main.py",
+           "if has_ratio or training.kl_beta or", "if training.kl_beta or", FAMILY),
+    Mutant("no temperature in the loss", "main.py",
+           "(logits / self.temperature).log_softmax(-1)", "logits.log_softmax(-1)", LEARNING),
+    Mutant("tokens shifted by one", "machinery/policy.py",
+           "completion_ids[completion_mask]", "completion_ids.roll(1, 1)[completion_mask]", LEARNING),
+    Mutant("padding learned in place of tokens", "machinery/policy.py",
+           "torch.arange(time, device=device) < lengths[:, None]",
+           "torch.arange(time, device=device) >= time - lengths[:, None]", LEARNING),
+    Mutant("padding counted among the tokens", "main.py",
+           "sum(answer.num_tokens for answer in answers)",
+           "len(answers) * max(answer.num_tokens for answer in answers)", FAMILY),
+    Mutant("positions that count the padding", "machinery/prompts.py",
+           "(attention_mask.cumsum(-1) - 1).clamp(min=0)",
+           "torch.ones_like(attention_mask, dtype=torch.long).cumsum(-1) - 1", LEARNING),
+    Mutant("padding of prompts is attended to", "machinery/prompts.py",
+           "[False] * padding + [True] * len(prompt)", "[True] * longest", LEARNING),
+    Mutant("the stop token not learned", "main.py",
+           "    return -(advantages * token_log_probs",
+           "    advantages[[answer.num_tokens - 1 for answer in batch][0]] = 0\n"
+           "    return -(advantages * token_log_probs", SAMPLING),
+    Mutant("another normalizer", "main.py",
+           "normalizer = num_answers * training.max_new_gen_tokens", "normalizer = num_tokens",
+           LEARNING),
+    Mutant("a micro-batch's answers as the normalizer of all", "main.py",
+           "variant_normalizer(lengths, num_answers,", "variant_normalizer(lengths, len(batch),",
+           FAMILY),
+    Mutant("answers without an advantage not counted", "main.py",
+           "num_answers = len(answers) * WORLD_SIZE", 'num_answers = int(totals["learned"])', LEARNING),
+    Mutant("the entropy of the sampled tokens alone", "main.py",
+           "entropies = -log_probs.exp().mul_(log_probs).sum(-1)", "entropies = -token_log_probs",
+           LEARNING),
+    # ------------------------------------------------------------ ranks and micro-batches
+    Mutant("the mean over micro-batches", "main.py",
+           "(loss * WORLD_SIZE).backward()", "(loss * WORLD_SIZE / len(batches)).backward()", LEARNING),
+    Mutant("the mean over ranks", "main.py",
+           "(loss * WORLD_SIZE).backward()", "loss.backward()", FAMILY),
+    Mutant("one rank's answers counted for those of all", "main.py",
+           "num_answers = len(answers) * WORLD_SIZE", "num_answers = len(answers)", FAMILY),
+    Mutant("gradients shared at every micro-batch", "main.py",
+           "with nullcontext() if is_last else policy.no_sync():", "with nullcontext():", LEARNING),
+    Mutant("no pass of a rank without answers", "main.py",
+           "    backward_idly(policy, num_idle_passes)\n", "", FAMILY),
+    Mutant("the gradient of the step before stays", "main.py",
+           "    policy.zero_grad(set_to_none=False)  # Gradients stay",
+           "    # Gradients stay", LEARNING),
+    Mutant("micro-batches above the budget", "machinery/batches.py",
+           "(len(batch) + 1) * max(longest, length)", "len(batch) * max(longest, length)", LEARNING),
+    Mutant("the sum over ranks for the largest of any", "machinery/ranks.py",
+           "dist.ReduceOp.MAX", "dist.ReduceOp.SUM", RUN),
+    Mutant("every rank takes the same questions", "main.py",
+           "((run.step - 1) * WORLD_SIZE + RANK) * num_per_rank", "(run.step - 1) * num_per_rank", RUN),
+    Mutant("every rank samples with the same random numbers", "machinery/ranks.py",
+           '{seed} {step} {RANK} {purpose}', "{seed} {step} {purpose}", SAMPLING),
+    # ------------------------------------------------------------ advantages and variants
+    Mutant("a mean of one answer less", "main.py",
+           "mean_reward = sum(rewards) / len(rewards)",
+           "mean_reward = sum(rewards) / (len(rewards) - 1)", LEARNING),
+    Mutant("equal rewards have a rounded mean", "main.py",
+           "if max(rewards) == min(rewards):", "if False:", LEARNING),
+    Mutant("the standard deviation of a population", "main.py",
+           "stdev(rewards) + 1e-4", "stdev(rewards) * math.sqrt(1 - 1 / len(rewards)) + 1e-4", FAMILY),
+    Mutant("advantages over the largest reward", "main.py",
+           "sum(abs(reward) for reward in rewards) / len(rewards)",
+           "max(abs(reward) for reward in rewards)", FAMILY),
+    Mutant("the k worst imitated", "main.py", "reverse=True)\n    for answer in ranked",
+           "reverse=False)\n    for answer in ranked", LEARNING),
+    Mutant("answers that earned nothing imitated", "main.py",
+           "1.0 if answer.reward > 0 else 0.0", "1.0", LEARNING),
+    Mutant("clipping of the wrong side", "main.py",
+           "torch.minimum(unclipped", "torch.maximum(unclipped", FAMILY),
+    Mutant("low and high of the clipping exchanged", "main.py",
+           "clamp(1 - low, 1 + high)", "clamp(1 - high, 1 + low)", FAMILY),
+    Mutant("a ratio that is always 1", "main.py",
+           "if batch[0].old_log_probs is None:", "if True:", FAMILY),
+    Mutant("the sum of an answer's log-ratios for their mean", "main.py",
+           "of_answer.mean().expand_as(of_answer)", "of_answer.sum().expand_as(of_answer)", FAMILY),
+    Mutant("a weight of CISPO that has a gradient", "main.py",
+           "ratio.detach().clamp(max=1 + high)", "ratio.clamp(max=1 + high)", FAMILY),
+    Mutant("a KL reward that has a gradient", "main.py",
+           "(token_log_probs - reference_log_probs).detach()",
+           "(token_log_probs - reference_log_probs)", FAMILY),
+    Mutant("a KL reward of the wrong sign", "main.py",
+           "advantages - training.kl_beta * kl_in", "advantages + training.kl_beta * kl_in", FAMILY),
+    Mutant("the KL of the loss the other way round", "main.py",
+           "log_ratio = reference_log_probs - token_log_probs",
+           "log_ratio = token_log_probs - reference_log_probs", FAMILY),
+    Mutant("a reference with the adapters on", "machinery/model.py",
+           "        as_loaded.disable_adapters()", "        pass", LORA),
+    Mutant("truncated answers learned all the same", "main.py",
+           "training.mask_truncated and answer.is_truncated", "False and answer.is_truncated", FAMILY),
+    Mutant("a refill that is thrown away", "main.py",
+           "                groups[i] = new_group", "                pass", REFILL),
+    # ------------------------------------------------------------ the update
+    Mutant("an update that is not finite is made", "main.py",
+           'if not update["updated"]:', 'if not update["learned"]:', FAMILY),
+    Mutant("no limit to the gradient's norm", "main.py",
+           "max_norm = training.max_grad_norm or math.inf", "max_norm = math.inf", LEARNING),
+    Mutant("no warm-up and no decay of the learning rate", "main.py",
+           '["lr"] = learning_rate_at(run.step, training)', '["lr"] = training.learning_rate', LEARNING),
+    Mutant("a warm-up that begins a step late", "machinery/schedule.py",
+           "rising = step / max", "rising = (step - 1) / max", LEARNING),
+    Mutant("skipped steps in a row are never counted up", "machinery/schedule.py",
+           "    num_skipped += 1", "    num_skipped = 1", LEARNING),
+    Mutant("a sampler that no update reaches", "main.py",
+           "    refresh_sampler(run.sampler, run.model)\n    return updates", "    return updates",
+           LEARNING),
+    Mutant("weights cut to bfloat16 in mixed precision", "machinery/model.py",
+           "sampler = frozen_copy(model, lambda parameter: HALF_PRECISION)",
+           "sampler = frozen_copy(model.to(HALF_PRECISION), lambda parameter: HALF_PRECISION)",
+           LEARNING),
+    # ------------------------------------------------------------ sampling
+    Mutant("no temperature in the samples", "main.py",
+           "temperature=config.sampling.temperature,", "temperature=1.0,", SAMPLING),
+    Mutant("top_k of another value", "main.py",
+           "top_k=config.sampling.top_k,", "top_k=1,", SAMPLING),
+    Mutant("answers change places when others leave", "machinery/sampling.py",
+           "[completion_of_row[row] for row in still_open]", "completion_of_row[:len(still_open)]",
+           SAMPLING),
+    Mutant("the KV cache of another answer", "machinery/sampling.py",
+           "torch.tensor(still_open, device=ids.device)",
+           "torch.arange(len(still_open), device=ids.device)", SAMPLING),
+    Mutant("one of several stop tokens", "machinery/model.py",
+           "            stop_ids.update(eos)", "            stop_ids.add(eos[0])", SAMPLING),
+    Mutant("an answer of the full length is truncated even if it has ended", "main.py",
+           "is_truncated = completion_ids[-1] not in run.stop_ids",
+           "is_truncated = len(completion_ids) == run.config.training.max_new_gen_tokens", SAMPLING),
+    Mutant("the stop token is a part of the text", "main.py",
+           "completion_ids if is_truncated else completion_ids[:-1]", "completion_ids", SAMPLING),
+    Mutant("every step samples with the same random numbers", "main.py",
+           'random_stream(training.seed, run.step, "train")', 'random_stream(training.seed, 0, "train")',
+           SAMPLING),
+    # ------------------------------------------------------------ questions and evaluation
+    Mutant("every epoch in the same order", "machinery/ranks.py",
+           "{seed} epoch {epoch}", "{seed} epoch", RUN),
+    Mutant("validation questions are trained on", "machinery/tasks.py",
+           "for problem in problems[data.num_validation:]:", "for problem in problems:", RUN),
+    Mutant("one problem in both splits, in other words", "machinery/tasks.py",
+           'row.get("problem", row["prompt"])', 'row["prompt"]', RUN),
+    Mutant("an evaluation of training questions", "main.py",
+           "own_questions = run.validation_questions[RANK::WORLD_SIZE]",
+           "own_questions = run.training_questions[:len(run.validation_questions)][RANK::WORLD_SIZE]",
+           RUN),
+    Mutant("an evaluation in the order of another rank", "main.py",
+           "gathered[i % WORLD_SIZE][i // WORLD_SIZE]", "gathered[-1 - i % WORLD_SIZE][i // WORLD_SIZE]",
+           RUN),
+    Mutant("best of n chosen by what it does not know", "machinery/evaluation.py",
+           "key=lambda answer: answer.reward)", "key=lambda answer: answer.reward_parts[task.SOLVED])",
+           RUN),
+    Mutant("pass at k as if answers were put back", "machinery/evaluation.py",
+           "math.comb(n - right, k) / num_choices", "(1 - right / n) ** k", LEARNING),
+    Mutant("an interval as if all answers were independent", "machinery/evaluation.py",
+           "        n = min(most, max(n, mean", "        n = max(most, max(n, mean", RUN),
+    Mutant("a worse model replaces the best one", "main.py",
+           "    if quality > run.best:", "    if True:", RUN),
+    Mutant("no evaluation after the last step", "machinery/schedule.py",
+           "step % every == 0 or step == config.training.max_steps", "step % every == 0", LEARNING),
+    # ------------------------------------------------------------ resuming
+    Mutant("a checkpoint that forgets a moment of AdamW", "machinery/checkpoints.py",
+           "in optimizer.state[parameter].items():", "in [*optimizer.state[parameter].items()][:2]:",
+           RESUME),
+    Mutant("a resume that repeats a step", "machinery/checkpoints.py",
+           'run.step = self.checkpoint.state["step"]', 'run.step = self.checkpoint.state["step"] - 1',
+           RESUME),
+    Mutant("a resume that forgets how good the best model is", "machinery/checkpoints.py",
+           'run.best = tuple(checkpoint.state["best"])', "pass", RESUME),
+    Mutant("a resume on rank 0 alone", "machinery/sharding.py",
+           "    dist.broadcast(full, source)\n", "", RESUME),
+    Mutant("a resume that leaves later lines in the logs", "machinery/checkpoints.py",
+           "file.truncate(size)", "pass", RESUME),
+    Mutant("a resume from the oldest checkpoint", "machinery/disk.py",
+           "(len(path.name), path.name), reverse=True)", "(len(path.name), path.name))", RESUME),
+    Mutant("a resume that samples from the model as it was loaded", "main.py",
+           "        refresh_sampler(sampler, model)\n    return run", "    return run", RESUME),
+    Mutant("a damaged checkpoint that passes for a whole one", "machinery/disk.py",
+           "        open_tensors(checkpoint)\n        return", "        return", RESUME),
+    Mutant("a resume with other settings", "machinery/experiment.py",
+           "    if refused:", "    if False:", FAILURES),
+    Mutant("two runs in one folder", "machinery/checkpoints.py",
+           "fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass", FAILURES),
+    Mutant("the best model without its own generation config", "machinery/checkpoints.py",
+           "model.generation_config = run.model.generation_config", "pass", RUN),
+    Mutant("another name for a run that only takes more steps", "machinery/settings.py",
+           "if key not in FREE_KEYS}", "if True}", CONFIG),
+    # ------------------------------------------------------------ what a run says
+    Mutant("a user's mistake that reports success", "machinery/launch.py",
+           "    return 2\n", "    return 0\n", FAILURES),
+    Mutant("a failure that reports success", "machinery/launch.py",
+           "    return 1\n", "    return 0\n", FAILURES),
+    Mutant("a mistake said by every rank", "machinery/ranks.py",
+           "raise SharedError(message) from cause", "raise UserError(message) from cause", RUN),
+    Mutant("a summary with the last evaluation for the best", "logger.py",
+           'evaluations.get(step, {"step": step}) if saved', "last if saved", LOGGER),
+    Mutant("samples of one question for those of all", "logger.py",
+           '"question": i,', '"question": 0,', RUN),
+    Mutant("a failed run that MLflow shows as finished", "logger.py",
+           'self._end_mlflow("FAILED")', 'self._end_mlflow("FINISHED")', LOGGER),
+    Mutant("metrics of rank 0 for those of all", "machinery/metrics.py",
+           "{name: total / WORLD_SIZE for name, total in totals.items()}", "dict(means)", FIRST_STEP),
+    Mutant("groups that earned nothing for those without a signal", "machinery/metrics.py",
+           "min(rewards) == max(rewards)", "max(rewards) <= 0", FIRST_STEP),
+    Mutant("a change that is meant only where it is rewarded", "machinery/metrics.py",
+           "change * advantage > 0", "change > 0", FIRST_STEP),
+    Mutant("a gap between sampler and policy that is chance", "machinery/metrics.py",
+           'abs(sums["excess"]) - 4 * math.sqrt(sums["squares"])', 'abs(sums["excess"])', FIRST_STEP),
+    Mutant("advice about truncation for the opposite", "machinery/advice.py",
+           'numbers["truncated"] >= 0.5', 'numbers["truncated"] < 0.5', FIRST_STEP),
+    # ------------------------------------------------------------ the task and the settings
+    Mutant("a number used twice", "countdown.py",
+           "used == given", "set(used) == set(given)", COUNTDOWN),
+    Mutant("inexact division", "countdown.py", "values.append(left / right)",
+           "values.append(Fraction(float(left) / float(right)))", COUNTDOWN),
+    Mutant("operators of one rank from right to left", "countdown.py",
+           "PRECEDENCE[operators[-1]] >= precedence", "PRECEDENCE[operators[-1]] > precedence",
+           COUNTDOWN),
+    Mutant("a false claim of the result", "countdown.py",
+           "if equals and claimed.strip(SPACE) != str(target):", "if False:", COUNTDOWN),
+    Mutant("an answer within the thinking", "countdown.py",
+           "    answer = _expression(rest)\n", "    answer = _expression(completion)\n", COUNTDOWN),
+    Mutant("several answers", "countdown.py",
+           'if text.count("<answer>") != 1 or text.count("</answer>") != 1:',
+           'if "<answer>" not in text:', COUNTDOWN),
+    Mutant("words behind the answer in the right format", "countdown.py",
+           'rest.endswith("</answer>")', '"</answer>" in rest', COUNTDOWN),
+    Mutant("digits of other alphabets", "countdown.py", "*([0-9]+|", r"*(\d+|", COUNTDOWN),
+    Mutant("more rows than data.max_rows", "countdown.py",
+           "    return rows[:max_rows]\n\n\ndef _local", "    return rows\n\n\ndef _local", COUNTDOWN),
+    Mutant("weights of the reward's parts ignored", "main.py",
+           "weight * answer.reward_parts[part]", "answer.reward_parts[part]", RUN),
+    Mutant("a reward that is not a number", "machinery/tasks.py",
+           "if not abs(value) <= MOST:", "if abs(value) > MOST:", FAILURES),
+    Mutant("a reward that changes the row of the next answer", "machinery/tasks.py",
+           "deepcopy(answer.question.row)", "answer.question.row", RUN),
+    Mutant("a prompt without room for its answer", "machinery/tasks.py",
+           "    if longest + L > context:", "    if longest > context:", FAILURES),
+    Mutant("config.yaml over the user's own file", "machinery/settings.py",
+           "values |= read_yaml(path)", "values = read_yaml(path) | values", CONFIG),
+    Mutant("another group size than its k for grpo", "machinery/settings.py",
+           "is_valid = k == n and n >= 2", "is_valid = n >= 2", CONFIG),
+]
+
+
+def mutated_copy(mutant: Mutant, folder: Path) -> None:
+    """Makes a copy of the repository with this fault."""
+    folder.mkdir()
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            ignored = shutil.ignore_patterns("__pycache__", "runs")
+            shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+        else:
+            shutil.copy(ROOT / name, folder / name)
+    path = folder / mutant.path
+    source = path.read_text()
+    assert source.count(mutant.right) == 1, f"{mutant.fault}: {mutant.right!r} has to stand once"
+    path.write_text(source.replace(mutant.right, mutant.wrong))
+
+
+def run_tests_of(folder: str, tests: list[str]) -> None:
+    """In a process that knows nothing yet of these sources."""
+    import pytest
+
+    own = {str(ROOT), *(str(ROOT / name) for name in ("tests", "examples", "bench"))}
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(f"{ROOT}/tests"):
+            del sys.modules[name]
+    sys.path[:] = [path for path in sys.path if path and path not in own]
+    # Ranks that the tests start import the main module, which would bring these sources back.
+    sys.modules["__main__"] = type(sys)("__main__")
+    code = pytest.main(["--numprocesses=0", "--rootdir", folder, "-rfE", "-x", "-p", "no:randomly",
+                        "-p", "no:cacheprovider", f"--timeout={SECONDS}", *tests])
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def first_failure(mutant: Mutant, tests: list[str]) -> tuple[str | None, str]:
+    """Returns the test that has failed, or None, and what pytest has said. `tests` are paths from
+    tests/."""
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent, "copy")
+        mutated_copy(mutant, folder)
+        paths = [str(folder / "tests" / test) for test in tests]
+        result = ranks(1, run_tests_of, str(folder), paths, cwd=folder)
+    output = result.stdout + result.stderr
+    failed = re.search(r"^(?:FAILED|ERROR) (\S*?)(test_\w+\.py\S*.*?)(?: - .*)?$", output, re.MULTILINE)
+    if result.returncode == 0:
+        return None, output
+    assert result.returncode == 1 and failed, output
+    return failed[2], output
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("words", nargs="*", help="only mutants with one of these in their row")
+    parser.add_argument("--tests", nargs="+", metavar="PATH", help="tests in place of the named one")
+    options = parser.parse_args()
+    chosen = []
+    own_tests = [Path(test).name.split("::")[0] for test in options.tests or []]
+    for mutant in MUTANTS:
+        is_named = any(word in " ".join(mutant) for word in options.words)
+        is_of_tests = not own_tests or any(mutant.test.startswith(name) for name in own_tests)
+        if is_named if options.words else is_of_tests:
+            chosen.append(mutant)
+    tests = [test.removeprefix("tests/") for test in options.tests or []]
+    num_noticed = 0
+    for mutant in chosen:
+        started = time.monotonic()
+        failed, _ = first_failure(mutant, tests or [mutant.test])
+        seconds = time.monotonic() - started
+        num_noticed += failed is not None
+        print(f"| {mutant.fault} | {mutant.path} | {failed or 'NOT NOTICED'} | {seconds:.0f} s |",
+              flush=True)
+    print(f"{num_noticed} of {len(chosen)} are noticed")
+
+
+if __name__ == "__main__":
+    main()
