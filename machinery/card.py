@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from machinery.disk import beside_main
 from machinery.text import with_interval
 
 TEMPLATE = Path(__file__).with_name("card.md")
@@ -16,7 +17,7 @@ def model_card(run: Any, before: dict[str, float] | None, now: dict[str, float])
     and `now` is the evaluation of this model."""
     config = run.config
     base_model = ""
-    if not Path(config.model.name).exists():  # An id on the Hugging Face hub.
+    if not Path(beside_main(config.model.name)).exists():  # An id on the Hugging Face hub.
         base_model = f"base_model: {config.model.name}\n"
     results = []
     for name in ("eval/solved", "eval/best_of_n"):
