@@ -1,329 +1,336 @@
-"""What a person sees and what MLflow keeps."""
+"""What a person sees of a run, what its folder keeps of it, and what MLflow gets."""
 
 import json
-import os
-import pty
 import re
+import runpy
+import shlex
 import socket
-import subprocess
 import sys
 import time
-import urllib.request
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
+import ask
+import one_run
 import pytest
-from conftest import DRAW_CURVES, make_config, run_script, start
-from processes import ROOT, ranks, run
-from test_run import SHORT
+from conftest import DRAW_CURVES, SMALL, make_config, read_jsonl, run_main, start
+from processes import ROOT, ranks
 
 import logger
+import main
 from machinery import text
 from machinery.checkpoints import RunFolder
 from machinery.settings import flatten
 
 
-def test_mlflow_gets_settings_metrics_by_step_completions_and_files(tmp_path, monkeypatch):
-    import mlflow
-
-    store = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
-    monkeypatch.chdir(tmp_path)  # artifacts go below the working directory
-    where = [f"model.name={ROOT / 'tiny' / 'model'}",
-             f"data.dataset={ROOT / 'tiny' / 'countdown.parquet'}", f"run.dir={tmp_path}"]
-    assert start([*SHORT, *where, "training.max_steps=2", "run.name=a",
-                  "logging.mlflow=true"]) == 0
-    client = mlflow.MlflowClient(store)
-    run, = client.search_runs([client.get_experiment_by_name("onefile-grpo").experiment_id])
-    assert run.info.status == "FINISHED" and run.info.run_name == "a"
-    assert (run.data.params["training.seed"] == "0"
-            and len(run.data.params) == len(flatten(make_config())))
-    entries = [json.loads(line)
-               for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
-    for metric in ("reward", "eval/solved"):
-        expected = [(entry["step"], entry[metric]) for entry in entries if metric in entry]
-        found = [(point.step, point.value)
-                 for point in client.get_metric_history(run.info.run_id, metric)]
-        assert (len(found) > 1
-                and found == [(step, pytest.approx(value)) for step, value in expected])
-    artifacts = {artifact.path for artifact in client.list_artifacts(run.info.run_id)}
-    assert artifacts >= {"config.yaml", "metrics.jsonl", "samples.jsonl", "curves.png",
-                         "summary.json", "samples"}
-    table = client.download_artifacts(run.info.run_id, "samples/step-000002.json", str(tmp_path))
-    with open(table) as file:
-        assert "completion" in json.load(file)["columns"]
+def make_logger(folder, capsys, is_terminal: bool = False) -> logger.Logger:
+    config = make_config(run__dir=str(folder), run__name="a")
+    log = logger.Logger(config, RunFolder(config))
+    log.path.mkdir()
+    log.is_terminal = is_terminal
+    capsys.readouterr()
+    return log
 
 
-def test_without_an_address_mlflow_writes_to_a_local_file_and_the_run_says_how_to_open_it(
-        tmp_path, monkeypatch, capsys):
-    import mlflow
+# ---------------------------------------------------------------- a run and its resumption
 
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.chdir(tmp_path)
-    assert start([*SHORT, f"run.dir={tmp_path}", "training.max_steps=0", "run.name=a",
-                  "logging.mlflow=true"]) == 0
-    assert (tmp_path / "mlflow.db").exists()
-    how = f"mlflow ui --backend-store-uri sqlite:///{tmp_path / 'mlflow.db'}"
-    said = capsys.readouterr().out
-    found = re.search(r"MLflow: http://127.0.0.1:5000/#/experiments/(\d+)/runs/(\w+)", said)
-    assert f"{found[0]} after `{how}` shows this run" in said
-    client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
-    run = client.get_run(found[2])
-    assert (run.info.experiment_id, run.info.run_name) == (found[1], "a")
-    assert run.info.status == "FINISHED"
+shares_the_run = pytest.mark.xdist_group("test_logger")
+
+
+def run_and_draw_often(*arguments: str):
+    """For `ranks`: it says when curves are drawn."""
+    def draw(log):
+        print(f"drawn after {len(log.history)} lines")
+        DRAW_CURVES(log)
+
+    logger.SECONDS_BETWEEN_DRAWINGS = 0
+    logger.Logger._draw_curves = draw
+    run_main(*arguments)
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory):
+    """A run of two steps, started from elsewhere. A second start takes two more steps, and finds
+    lines in the log that were written after the checkpoint."""
+    cwd = tmp_path_factory.mktemp("elsewhere")
+    folder = cwd / "my runs" / "a"
+    often = {"MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL": "0.1",
+             "MLFLOW_SYSTEM_METRICS_SAMPLES_BEFORE_LOGGING": "1"}
+    for max_steps in (2, 4):
+        result = ranks(1, run_and_draw_often, *SMALL, f"training.max_steps={max_steps}",
+                       "run.dir=my runs", "validation.every=2", "sampling.top_p=0.9",
+                       "logging.mlflow=true", cwd=cwd, **often)
+        assert result.returncode == 0, result.stderr
+        if max_steps == 2:
+            for name in ("metrics.jsonl", "samples.jsonl"):
+                with open(folder / name, "a") as file:
+                    file.write('{"step": 3}\n{"step": 4, "rew')
+    return SimpleNamespace(cwd=cwd, folder=folder, lines=result.stdout.splitlines(),
+                           metrics=read_jsonl(folder / "metrics.jsonl"))
 
 
 @pytest.fixture
-def mlflow_server(tmp_path):
-    """A real one on loopback, with a SQLite file behind it, as `mlflow ui` starts it too; its
-    address."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri",
-               f"sqlite:///{tmp_path / 'server.db'}", "--port", str(port),
-               "--host", "127.0.0.1", "--workers", "1"]
-    server = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL,
-                              stderr=subprocess.DEVNULL, start_new_session=True)
-    address, end = f"http://127.0.0.1:{port}", time.time() + 120
-    while True:
-        try:
-            urllib.request.urlopen(f"{address}/health", timeout=5)
-            break
-        except OSError:
-            assert server.poll() is None and time.time() < end
-            time.sleep(0.2)
-    yield address
-    os.killpg(server.pid, 15)
-    server.wait(timeout=30)
-
-
-@pytest.mark.soak
-def test_a_real_server_gets_everything_and_a_resumed_run_goes_on_in_the_same_mlflow_run(
-        tmp_path, monkeypatch, capsys, mlflow_server):
+def mlflow_run(resumed):
+    """A client of MLflow's local file, and the only run in it."""
     import mlflow
 
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_server)
-    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.3")
-    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLES_BEFORE_LOGGING", "1")
-    arguments = [*SHORT, f"run.dir={tmp_path / 'runs'}", "run.name=a", "logging.mlflow=true"]
-    for max_steps in (2, 4):
-        assert start([*arguments, f"training.max_steps={max_steps}"]) == 0
-    assert start([*arguments, "training.max_steps=4", "run.name=b",
-                  f"run.resume={tmp_path / 'runs' / 'a'}"]) == 0
-    said = capsys.readouterr().out
-    assert "warning: MLflow" not in said
-    assert said.count(f"MLflow: {mlflow_server}/#/experiments/") == 3
-    client = mlflow.MlflowClient(mlflow_server)
-    runs = client.search_runs([client.get_experiment_by_name("onefile-grpo").experiment_id])
-    run, branch = sorted(runs, key=lambda run: run.info.run_name)
-    assert (run.info.run_name, branch.info.run_name) == ("a", "b")
-    assert run.info.status == "FINISHED" and run.data.params["training.k_best_of_n"] == "[4, 4]"
-    entries = [json.loads(line)
-               for line in (tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()]
+    client = mlflow.MlflowClient(f"sqlite:///{resumed.cwd / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("onefile-grpo")
+    (run,) = client.search_runs([experiment.experiment_id])
+    return client, run
+
+
+@shares_the_run
+def test_the_log_has_each_step_and_evaluation_once_also_of_a_resumed_run(resumed):
+    evaluations = [entry["step"] for entry in resumed.metrics if "eval/solved" in entry]
+    steps = [entry["step"] for entry in resumed.metrics if "reward" in entry]
+    samples = [sample["step"] for sample in read_jsonl(resumed.folder / "samples.jsonl")]
+
+    assert steps == [1, 2, 3, 4] and evaluations == [0, 2, 4]
+    assert [entry["step"] for entry in resumed.metrics] == [0, 1, 2, 2, 3, 4, 4]
+    assert samples == 12 * [0] + 12 * [2] + 12 * [4]
+
+
+@shares_the_run
+def test_curves_are_drawn_again_while_the_run_continues(resumed):
+    drawn = [line for line in resumed.lines if line.startswith("drawn")]
+
+    assert drawn == [f"drawn after {count} lines" for count in (5, 6, 7)]
+    assert (resumed.folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@shares_the_run
+def test_mlflow_gets_settings_and_metrics_of_a_resumed_run_in_one_run(resumed, mlflow_run):
+    client, run = mlflow_run
+
+    assert run.info.status == "FINISHED" and run.info.run_name == "a"
+    assert len(run.data.params) == len(flatten(make_config()))
+    assert run.data.params["training.k_best_of_n"] == "[4, 4]"
     for metric in ("reward", "solved", "eval/best_of_n"):
-        found = [(point.step, pytest.approx(point.value))
-                 for point in client.get_metric_history(run.info.run_id, metric)]
-        assert found == [(entry["step"], entry[metric]) for entry in entries if metric in entry]
-    assert ([point.step for point in client.get_metric_history(run.info.run_id, "reward")]
-            == [1, 2, 3, 4])
+        points = client.get_metric_history(run.info.run_id, metric)
+        expected = [entry for entry in resumed.metrics if metric in entry]
+        assert [point.step for point in points] == [entry["step"] for entry in expected]
+        values = [entry[metric] for entry in expected]
+        assert [point.value for point in points] == pytest.approx(values)
     assert any(name.startswith("system/") for name in run.data.metrics)
-    artifacts = {artifact.path for folder in (None, "samples")
-                 for artifact in client.list_artifacts(run.info.run_id, folder)}
-    assert artifacts >= {"config.yaml", "curves.png", "summary.json", "samples/step-000002.json",
-                         "samples/step-000004.json"}
-    page = urllib.request.urlopen(f"{mlflow_server}/", timeout=20).read().decode()
-    assert "<title>MLflow</title>" in page
 
 
-def test_an_mlflow_server_that_is_not_there_costs_one_warning_and_no_training(
-        tmp_path, monkeypatch, capsys, nobody_listens):
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://{nobody_listens}")
-    assert start([*SHORT, f"run.dir={tmp_path}", "run.name=a", "logging.mlflow=true"]) == 0
-    assert capsys.readouterr().out.count("warning: MLflow failed") == 1
-    assert len((tmp_path / "a" / "metrics.jsonl").read_text().splitlines()) == 5
+@shares_the_run
+def test_mlflow_gets_files_and_tables_of_answers_and_the_run_says_how_to_open_it(
+        resumed, mlflow_run, monkeypatch):
+    client, run = mlflow_run
+    monkeypatch.chdir(resumed.cwd)  # The files lie below it.
+    files = {file.path for file in client.list_artifacts(run.info.run_id)}
+    tables = [file.path for file in client.list_artifacts(run.info.run_id, "samples")]
+    (line,) = [line for line in resumed.lines if line.startswith("MLflow")]
+
+    assert files == {*logger.ARTIFACTS, "samples"}
+    assert sorted(tables) == [f"samples/step-{step:06d}.json" for step in (0, 2, 4)]
+    assert f"5000/#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}" in line
+    assert f"`mlflow ui --backend-store-uri sqlite:///{resumed.cwd / 'mlflow.db'}`" in line
 
 
-def test_an_mlflow_server_that_goes_away_in_the_middle_costs_one_warning_and_no_training(
-        tmp_path, monkeypatch, capsys):
-    import mlflow
+@shares_the_run
+def test_the_commands_at_the_end_show_the_run_and_ask_its_best_model(
+        resumed, monkeypatch, capsys):
+    monkeypatch.chdir(resumed.cwd)
+    look, asking = [shlex.split(line.partition(": ")[2]) for line in resumed.lines[-3:-1]]
 
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
-    log_metrics, calls = mlflow.log_metrics, []
+    assert look[0] == asking[0] == sys.executable
+    assert (resumed.cwd / look[1]).samefile(ROOT / "examples" / "one_run.py")
+    assert (resumed.cwd / asking[1]).samefile(ROOT / "examples" / "ask.py")
+    assert one_run.main(look[2:]) == 0 and (resumed.cwd / "one_run.html").exists()
+    assert ask.ask(asking[2:]) == 0
+    assert "my runs/a/best" in capsys.readouterr().out.splitlines()
 
-    def gone_after_the_second(*arguments, **named):
-        calls.append(arguments)
-        if len(calls) > 2:
-            raise mlflow.exceptions.MlflowException(
-                "API request to http://me:secret@server/ failed")
-        log_metrics(*arguments, **named)
 
-    monkeypatch.setattr(mlflow, "log_metrics", gone_after_the_second)
-    assert start([*SHORT, f"run.dir={tmp_path}", "run.name=a", "logging.mlflow=true"]) == 0
+@shares_the_run
+def test_the_best_model_has_a_card_whose_lines_work(resumed, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(resumed.cwd)
+    summary = json.loads((resumed.folder / "summary.json").read_text())
+    card = (resumed.folder / "best" / "README.md").read_text()
+    before, best = [text.with_interval(summary[which], "eval/solved")
+                    for which in ("first", "best")]
+
+    assert card.startswith("---\nlibrary_name: transformers\ntags:")
+    assert "base_model" not in card  # That is for ids of the hub.
+    assert f"after {summary['best']['step']} steps" in card
+    assert f"| eval/solved | {before} | {best} |" in card
+    assert "max_new_gen_tokens: 48" in card and "top_p=0.9)" in card
+    (tmp_path / "use.py").write_text(card.split("```python\n")[1].split("```")[0])
+    runpy.run_path(str(tmp_path / "use.py"))
+    assert capsys.readouterr().out.startswith("Combine the numbers")
+
+
+# ---------------------------------------------------------------- MLflow fails
+
+WITH_MLFLOW = [*SMALL, "logging.mlflow=true", "training.max_steps=1"]
+
+
+@pytest.fixture
+def mlflow(monkeypatch):
+    """In place of the library: it notes what it is asked."""
+    mlflow = MagicMock()
+    mlflow.start_run.return_value.info.run_id = "7"
+    mlflow.get_tracking_uri.return_value = "http://me:secret@server"
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    return mlflow
+
+
+def test_a_failed_run_has_failed_in_mlflow_too(mlflow, tmp_path, monkeypatch, capsys):
+    def fail(run):
+        raise RuntimeError("in the first step")
+
+    monkeypatch.setattr(main, "training_step", fail)
+
+    assert start([*WITH_MLFLOW, f"run.dir={tmp_path}"]) == 1
+
+    mlflow.end_run.assert_called_once_with("FAILED")
+
+
+def test_a_server_that_goes_away_costs_one_warning_and_no_training(mlflow, tmp_path, capsys):
+    mlflow.log_metrics.side_effect = [None, OSError("no answer of http://me:secret@server/")]
+
+    assert start([*WITH_MLFLOW, f"run.dir={tmp_path}"]) == 0
+
     said = capsys.readouterr().out
-    assert said.count("warning: MLflow") == 1 and "secret" not in said and len(calls) == 3
-    assert len((tmp_path / "a" / "metrics.jsonl").read_text().splitlines()) == 5
+    assert said.count("warning: MLflow failed (OSError") == 1 and "secret" not in said
+    assert "MLflow: http://server/#/experiments/" in said
+    assert mlflow.log_metrics.call_count == 2
+    assert [entry["step"] for entry in read_jsonl(tmp_path / "a" / "metrics.jsonl")] == [0, 1, 1]
 
 
-def test_an_mlflow_server_that_never_answers_does_not_slow_training_down(
-        tmp_path, monkeypatch, capsys):
-    with socket.create_server(("127.0.0.1", 0)) as server:  # takes connections and says nothing
+def test_a_server_that_never_answers_does_not_hold_training_up(tmp_path, monkeypatch, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as server:  # It takes connections, in silence.
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.getsockname()[1]}")
-        # whoever waited for it would wait beyond this test's time
+        # Waiting for it would take longer than a test may take.
         monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "10000")
-        monkeypatch.setitem(logger.SECONDS_TO_END_MLFLOW, "FINISHED", 2)
-        assert start([*SHORT, f"run.dir={tmp_path}", "run.name=a", "logging.mlflow=true",
-                      "training.max_steps=1"]) == 0
+        monkeypatch.setitem(logger.SECONDS_TO_END_MLFLOW, "FINISHED", 1)
+
+        assert start([*WITH_MLFLOW, f"run.dir={tmp_path}"]) == 0
+
     said = capsys.readouterr().out
     assert said.count("warning: MLflow is slow to answer") == 1 and "step    1 " in said
 
 
-@pytest.mark.parametrize("error", [ModuleNotFoundError, ValueError, KeyError])
-def test_whatever_mlflow_fails_with_costs_one_warning_and_no_training(
-        error, tmp_path, monkeypatch, capsys):
-    """Also where it cannot be imported."""
-    import mlflow
+# ---------------------------------------------------------------- what is shown and kept
 
-    def fail(*_, **__):
-        raise error("of any kind")
-
-    monkeypatch.setattr(mlflow, "start_run", fail)
-    if error is ModuleNotFoundError:
-        monkeypatch.setitem(sys.modules, "mlflow", None)
-    assert start([*SHORT, f"run.dir={tmp_path}", "run.name=a", "logging.mlflow=true",
-                  "training.max_steps=1"]) == 0
-    assert capsys.readouterr().out.count(f"warning: MLflow failed ({error.__name__}: ") == 1
+STEP = {"reward": 0.25, "solved": 0.125, "completion_length": 31.0, "groups_without_signal": 0.5,
+        "truncated": 0.0625, "entropy": 0.75, "grad_norm": 1.5, "tokens_per_second": 1234.0,
+        "updated": 1, "non_finite": 0, "learned": 8, "seconds/sample": 2.0, "seconds/learn": 0.5}
+NO_UPDATE = {"updated": 0, "entropy": None, "grad_norm": None}
 
 
-def make_logger(tmp_path, is_terminal):
-    config = make_config(run__dir=str(tmp_path), run__name="a")
-    log = logger.Logger(config, RunFolder(config))
-    log.is_terminal = is_terminal
-    return log
+def evaluation(step: int, solved: float) -> dict:
+    return {"step": step, "eval/solved": solved, "eval/solved_low": solved - 0.1,
+            "eval/solved_high": solved + 0.2, "eval/best_of_n": solved + 0.25,
+            "eval/reward": solved + 0.5, "eval/completion_length": 31.0}
 
 
-@pytest.mark.parametrize("columns", [20, 60, 80, 200])
-def test_progress_is_a_bar_on_a_terminal_and_plain_lines_elsewhere(
+@pytest.mark.parametrize(("more", "says"), [
+    ({}, "step    7  "),
+    (NO_UPDATE, "step    7  nothing to learn from  "),
+    (NO_UPDATE | {"non_finite": 1}, "step    7  skipped: the gradient is not finite  ")])
+def test_a_step_is_one_line_on_the_console_and_one_in_the_log(
+        more, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    log = make_logger(tmp_path, capsys)
+
+    log.step(7, STEP | more)
+
+    update = "" if more else "entropy 0.750  grad 1.500  "
+    assert capsys.readouterr().out == (
+        f"{says}reward 0.250  solved 0.125  length  31   2.5 s  no signal 0.50  truncated 0.06  "
+        f"{update}1,234 tok/s\n")
+    assert read_jsonl(log.path / "metrics.jsonl") == [{"step": 7, **STEP, **more}]
+
+
+def test_an_evaluation_is_a_line_and_some_answers_and_all_answers_are_kept(
+        tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    log = make_logger(tmp_path, capsys)
+    log.solved = "answer"
+    groups = []
+    for i in range(2):
+        question = main.Question({"prompt": f"What is {i}?"}, [1, 2])
+        groups.append([main.Trajectory(question, [3] * (i + j + 1), f"it is {j}", j == 1,
+                                       {"format": 1.0, "answer": float(i == j)}, 0.5 * i + j)
+                       for j in range(2)])
+
+    metrics = evaluation(0, 0.5)
+    log.evaluation(metrics.pop("step"), metrics, groups)
+
+    said = capsys.readouterr().out
+    assert "evaluation at step 0:  solved 0.500 (0.400–0.700)  best of 4 0.750  length 31" in said
+    assert "as the model sees it:" in said and "What is 0?" in said
+    assert "-> reward 0.50 (format 1.00, answer 0.00)" in said
+    samples = read_jsonl(log.path / "samples.jsonl")
+    assert [sample["question"] for sample in samples] == [0, 0, 1, 1]
+    assert samples[3] == {
+        "step": 0, "question": 1, "prompt": "What is 1?", "completion": "it is 1", "solved": 1.0,
+        "reward": 1.5, "format": 1.0, "answer": 1.0, "truncated": True, "completion_length": 3}
+
+
+@pytest.mark.parametrize(("best_step", "solved"), [(0, 0.25), (2, 0.5)])
+def test_the_summary_tells_the_first_the_last_and_the_best_evaluation(
+        best_step, solved, tmp_path, capsys):
+    log = make_logger(tmp_path, capsys)
+    log.history = [evaluation(0, 0.25), {"step": 1, **STEP}, {"step": 2, **STEP},
+                   evaluation(2, 0.5), {"step": 3, **STEP}, evaluation(3, 0.375)]
+    (log.path / f"best-{best_step:06d}").mkdir()
+    (log.path / "best").symlink_to(f"best-{best_step:06d}")
+
+    log.finish()
+
+    lines = capsys.readouterr().out.splitlines()
+    summary = json.loads(lines[-1])
+    assert summary == json.loads((log.path / "summary.json").read_text())
+    assert summary["steps"] == 3 and summary["run"] == "a"
+    assert summary["first"] == log.history[0] and summary["last"] == log.history[-1]
+    assert summary["best"] == evaluation(best_step, solved)
+    said = " ".join(lines)
+    for gain in ("solved 0.250 -> 0.375", "reward 0.750 -> 0.875", "best of 4 0.500 -> 0.625"):
+        assert gain in said
+    assert ("no evaluation was better" in said) == (best_step == 0)
+    assert f"the best model, of step {best_step}, is in {log.path}/best" in said
+
+
+# ---------------------------------------------------------------- bars
+
+def show_progress(log):
+    with log.phase("sample", 100):
+        for _ in range(5):
+            time.sleep(0.11)
+            log.advance(20)
+
+
+@pytest.mark.parametrize("columns", [20, 80])
+def test_a_bar_of_rank_0_fits_the_terminal_and_wipes_itself_out(
         columns, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
+    log = make_logger(tmp_path, capsys, is_terminal=True)
+
+    show_progress(log)
+
+    said = capsys.readouterr().out
+    assert re.search(r"sample [2468]0/100 \[", said)
+    assert "\n" not in said and said.endswith("\r")
+    # A terminal may be made narrower meanwhile.
+    assert max(len(part) for part in said.split("\r")) <= min(columns - 1, 59)
+    assert said.split("\r")[-2].strip() == ""
+    assert 0.5 < log.seconds["sample"] < 60
+
+    monkeypatch.setattr(logger, "RANK", 1)
+    show_progress(log)
+    assert capsys.readouterr().out == ""
+
+
+def test_without_a_terminal_progress_is_a_line_now_and_then(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(text, "SECONDS_BETWEEN_PROGRESS_LINES", 0.25)
+    log = make_logger(tmp_path, capsys)
 
-    def show(is_terminal):
-        log = make_logger(tmp_path, is_terminal)
-        capsys.readouterr()
-        with log.phase("sample", 100):
-            for _ in range(5):
-                time.sleep(0.11)
-                log.advance(20)
-        assert log.seconds["sample"] > 0.5
-        return capsys.readouterr().out
+    show_progress(log)
 
-    said = show(is_terminal=True)
-    assert "sample 40/100" in said and "\n" not in said and said.endswith("\r")
-    # no part of it is wider than the terminal, or than one that is made narrower meanwhile
-    assert max(map(len, said.split("\r"))) <= min(columns - 1, 59)
-    assert said.split("\r")[-2].strip() == ""  # it wipes itself out
-    lines = show(is_terminal=False).splitlines()
-    assert lines[0].startswith("sample 60/100 [") and len(lines) <= 2
-    with monkeypatch.context() as patch:
-        patch.setattr(logger, "RANK", 1)
-        assert show(is_terminal=True) == ""
-    log = make_logger(tmp_path, is_terminal=True)
-    with pytest.raises(RuntimeError), log.phase("sample", 100):
-        time.sleep(0.25)
-        log.advance(40)
-        raise RuntimeError("what is said of it must not stand behind the bar")
-    assert capsys.readouterr().out.endswith("\r")
-
-
-def test_a_terminal_that_does_not_know_its_size_has_bars_too(tmp_path, monkeypatch):
-    monkeypatch.delenv("COLUMNS", raising=False)
-    monkeypatch.delenv("LINES", raising=False)
-    reader, writer = pty.openpty()
-    assert os.get_terminal_size(writer) == (0, 0)
-    with open(writer, "w") as screen, monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", screen)
-        patch.setattr(sys, "__stdout__", screen)
-        log = make_logger(tmp_path, is_terminal=True)
-        with log.phase("sample", 100):
-            for _ in range(4):
-                time.sleep(0.11)
-                log.advance(20)
-        said = os.read(reader, 100_000).decode()
-    os.close(reader)
-    assert "sample 40/100 [" in said and max(map(len, said.split("\r"))) <= 59
-
-
-def test_long_completions_are_shortened_in_the_middle():
-    short = text.shortened("a" * 1000 + "b" * 1000, 600)
-    assert (590 < len(short) <= 600 and short.startswith("aaa") and short.endswith("bbb")
-            and " ... " in short)
-    assert text.shortened("short", 600) == "short"
-
-
-def test_the_end_of_a_run_says_what_rose_where_the_best_model_is_and_how_to_try_it(
-        tmp_path, capsys, monkeypatch):
-    elsewhere = tmp_path / "else where"
-    elsewhere.mkdir()
-    monkeypatch.chdir(elsewhere)  # a run may be started from anywhere
-    assert start([*SHORT, "run.dir=my runs", "run.name=a", "validation.every=1"]) == 0
-    said = capsys.readouterr().out.splitlines()
-    summary = json.loads(said[-1])
-    first, last, best = summary["first"], summary["last"], summary["best"]
-    end = " ".join(said)
-    for name, key in (("solved", "solved"), ("reward", "reward"), ("best of 2", "best_of_n")):
-        assert f"{name} {first[f'eval/{key}']:.3f} -> {last[f'eval/{key}']:.3f}" in end
-    assert ", in 3 steps and " in end
-    assert said[-4] == f"the best model, of step {best['step']}, is in my runs/a/best"
-    looked = run("sh", "-c", said[-3].removeprefix("look at it: "), cwd=elsewhere)
-    assert looked.returncode == 0 and (elsewhere / "one_run.html").exists(), looked.stderr
-    assert ("no evaluation was better than the one before training" in end) == (best["step"] == 0)
-    command = said[-2].removeprefix("try it: ")
-    tried = run("sh", "-c", command, cwd=elsewhere)
-    assert tried.returncode == 0, tried.stderr
-    assert "my runs/a/best" in tried.stdout.splitlines() and " of 4 right" in tried.stdout
-
-
-def test_a_clock_that_is_set_back_changes_no_duration(tmp_path, monkeypatch):
-    monkeypatch.setattr(time, "time", lambda: 1e9 - 60 * time.monotonic())  # again and again
-    times = []
-    monkeypatch.setattr(logger, "SECONDS_BETWEEN_DRAWINGS", 0)
-    monkeypatch.setattr(logger.Logger, "_draw_curves",
-                        lambda self: (times.append(len(self.history)), DRAW_CURVES(self)))
-    assert start([*SHORT, f"run.dir={tmp_path}", "run.name=a", "training.max_steps=2"]) == 0
-    summary = json.loads((tmp_path / "a" / "summary.json").read_text())
-    assert 0 < summary["seconds"] < 600 and len(times) == 4
-    for path in (tmp_path / "a" / "checkpoints").glob("*/state.json"):
-        assert 0 < json.loads(path.read_text())["seconds"] <= summary["seconds"] + 0.1
-
-
-def test_the_best_model_has_a_card_whose_lines_work(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    assert start([*SHORT, f"run.dir={tmp_path}", "run.name=a", "training.max_steps=1",
-                  "sampling.top_p=0.9"]) == 0
-    card = (tmp_path / "a" / "best" / "README.md").read_text()
-    entries = [json.loads(line)
-               for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
-    assert (card.startswith("---\nlibrary_name: transformers\ntags:") and "`tiny/model`" in card
-            and "base_model" not in card)  # which is for hub ids
-    assert (f"| eval/solved | {entries[0]['eval/solved']:.3f}" in card
-            and "max_new_gen_tokens: 24" in card)
-    assert "temperature=1.0, top_k=0," in card and "top_p=0.9)" in card
-    (tmp_path / "use.py").write_text(card.split("```python\n")[1].split("```")[0])
-    said = ranks(1, run_script, str(tmp_path / "use.py")).stdout
-    assert said.startswith("Combine the numbers")
-
-
-def test_curves_are_drawn_again_while_the_run_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(logger, "SECONDS_BETWEEN_DRAWINGS", 0)
-    times = []
-    monkeypatch.setattr(logger.Logger, "_draw_curves",
-                        lambda self: (times.append(len(self.history)), DRAW_CURVES(self)))
-    assert start([*SHORT, f"run.dir={tmp_path}", "run.name=a"]) == 0
-    assert times == [1, 2, 3, 4, 5]  # the first evaluation, three steps, the last evaluation
-    assert (tmp_path / "a" / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_there_is_no_colour_with_no_color_nor_where_nobody_looks(monkeypatch):
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert "\033" in text.bold("solved", is_terminal=True)
-    assert text.bold("solved", is_terminal=False) == "solved"
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert text.bold("solved", is_terminal=True) == "solved"
+    lines = capsys.readouterr().out.splitlines()
+    assert 1 <= len(lines) <= log.seconds["sample"] / 0.25
+    assert re.match(r"sample \d+/100 \[", lines[0])

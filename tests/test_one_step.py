@@ -1,218 +1,144 @@
-"""examples/one_step.py: what it measures, against plain loops; its command line; and its page in a
-real browser, whatever the model has written."""
+"""examples/one_step.py: what it measures, against plain loops; its command line; and its page."""
 
 import copy
-import decimal
 import itertools
 import json
 import math
 import random
-import re
 import shutil
-import sys
 from statistics import fmean, stdev
 from types import SimpleNamespace
 
+import ask
+import one_step
 import pytest
 import torch
 import transformers
-from browser import Browser
-from conftest import make_config, run_script, stay
-from processes import ROOT, ranks
+from browser import HOSTILE, Browser, data_of
+from conftest import as_numbers, make_config, plain_logprobs, stay
+from processes import ROOT
 
 import countdown
 import main
 from machinery.errors import UserError
-from machinery.text import shortened, visible
-
-sys.path.append(str(ROOT / "examples"))
-import ask
-import one_step
 
 FEW = {"data__max_rows": 60, "data__num_validation": 4, "model__precision": "float32"}
-MOVED = 1e-6  # a change of log-probability below this is rounding
-# Rounding in float32 comes to 1.5e-5 in a log-probability, and to 3e-7 where little changes.
-BOUND, NEAR = 2e-4, 3e-6
-
-
-def data_of(html: str) -> dict:
-    """What the page holds, as the browser reads it: up to the first thing that ends the script."""
-    return json.loads(html.split('<script id="data" type="application/json">')[1]
-                      .split("</script")[0])
-
-
-def four_numbers(weighed: list[tuple[float, float]], within: float):
-    """The four, of changes with their advantages; the first as the least and the largest that it
-    may be, where changes are known up to `within`. And how many of them may be on either side."""
-    moved = [change * A > 0 for change, A in weighed if abs(change) > MOVED + within]
-    unsure = sum(abs(abs(change) - MOVED) <= within for change, _ in weighed)
-    shares = [each / (len(moved) + unsure) for each in (sum(moved), sum(moved) + unsure)]
-    meant = sum(abs(change) for change, A in weighed if change * A > 0)
-    rewarded, punished = ([change for change, A in weighed if A * sign > 0] for sign in (1, -1))
-    return (shares, meant / sum(abs(change) for change, _ in weighed),
-            *(fmean(own) if own else math.nan for own in (rewarded, punished)), unsure)
+MOVED = 1e-6  # A token moved if its log-probability changed by more than this.
+# Rounding in float32 comes to 1.5e-5 in a log-probability.
+BOUND = 2e-4
 
 
 # ---------------------------------------------------------------- what is measured
 
-REWARDS = [1.0, 0.0, 0.5, 0.25, 1.0, 0.5, 0.0, 0.75]  # whose mean is 0.5: two advantages are 0
+REWARDS = [1.0, 0.0, 0.5, 0.25, 1.0, 0.5, 0.0, 0.75]  # Two of them equal the mean.
 VARIANTS = {
     "Dr. GRPO": {},
-    "GRPO": {"training__scale_rewards": "group", "training__loss_normalizer": "sequence"},
-    "two updates": {"training__updates_per_batch": 2, "training__clip": [0.2, 0.2]},
-    "KL": {"training__kl_beta": 0.1, "training__updates_per_batch": 2},
+    "KL and two updates": {"training__kl_beta": 0.1, "training__updates_per_batch": 2},
     "masked": {"training__mask_truncated": True},
     "SIL": {"training__learning_type": "sil", "training__k_best_of_n": [3, 8]},
     "in pieces": {"training__tokens_per_micro_batch": 30}}
 
 
-def with_answers(folder, **keys):
-    """What `prepare` makes of a model, and made-up answers, of ragged lengths, the shortest a
-    single token; every third is truncated. And those of them that count in B."""
-    run = one_step.prepare(make_config(**{**FEW, **keys}, model__name=str(folder)))
+def run_with_answers(folder, **keys):
+    """A run, made-up answers of ragged lengths, some truncated, and those that count."""
+    run = one_step.prepare(make_config(**{**FEW, **keys, "model__name": str(folder)}))
     stream, question = random.Random(0), run.training_questions[0]
-    completions = [[stream.randrange(len(run.tokenizer)) for _ in range(1 + 2 * i)]
-                   for i in range(len(REWARDS))]
-    answers = [main.Trajectory(question, ids, "", i % 3 == 1, {}, reward)
-               for i, (ids, reward) in enumerate(zip(completions, REWARDS))]
-    return run, answers, main.compute_advantages(answers, run.config.training, random.Random(0))
+    answers = []
+    for i, reward in enumerate(REWARDS):
+        ids = [stream.randrange(len(run.tokenizer)) for _ in range(1 + 2 * i)]
+        answers.append(main.Trajectory(question, ids, "", i % 3 == 1, {}, reward))
+    return run, answers, main.compute_advantages(answers, run.config.training, stream)
 
 
-def plainly(model, answers: list, temperature: float):
-    """log pi and entropy of each token, each sequence on its own, unpadded and in float64."""
-    model, logprobs, entropies = copy.deepcopy(model).double().eval(), [], []
-    for answer in answers:
-        first = len(answer.prompt_ids)
-        with torch.no_grad():
+def measured_plainly(model, answers, temperature):
+    """log pi and entropy of each token, each answer alone, in float64."""
+    model = copy.deepcopy(model).double().eval()
+    entropies = []
+    with torch.no_grad():
+        log_probs = as_numbers(plain_logprobs(model, answers, temperature))
+        for answer in answers:
+            first = len(answer.prompt_ids) - 1
             logits = model(torch.tensor([answer.prompt_ids + answer.completion_ids])).logits[0]
-        shares = [torch.softmax(logits[first + t - 1] / temperature, dim=-1).tolist()
-                  for t in range(len(answer.completion_ids))]
-        logprobs.append([math.log(own[token])
-                         for own, token in zip(shares, answer.completion_ids)])
-        entropies.append([-sum(p * math.log(p) for p in own if p) for own in shares])
-    return logprobs, entropies
+            of_answer = []
+            for t in range(answer.num_tokens):
+                shares = torch.softmax(logits[first + t] / temperature, dim=-1).tolist()
+                of_answer.append(-sum(p * math.log(p) for p in shares if p > 0))
+            entropies.append(of_answer)
+    return log_probs, entropies
 
 
-def step_against_plain_loops(run, answers: list, chosen: list):
-    """One update. Returns its numbers; the changes, a list for each answer; how many of those that
-    count may have moved or not; and a copy of the model from before."""
-    before = copy.deepcopy(run.model)
-    numbers = one_step.one_step(run, answers, chosen)
-    (old, old_entropies), (new, new_entropies) = (
-        plainly(model, answers, run.config.sampling.temperature) for model in (before, run.model))
-    for name, expected in (("before", old), ("after", new), ("before_entropies", old_entropies),
-                           ("after_entropies", new_entropies)):
-        for answer, own in zip(answers, expected, strict=True):
-            assert getattr(answer, name).tolist() == pytest.approx(own, abs=BOUND)
-    changes = [[late - early for early, late in zip(*each)] for each in zip(old, new)]
-    weighed = [(change, answer.advantage) for answer, own in zip(answers, changes)
-               if any(answer is other for other in chosen) and answer.advantage
-               and not (run.config.training.mask_truncated and answer.is_truncated)
-               for change in own]
-    (least, most), *others, unsure = four_numbers(weighed, NEAR)
-    assert least - 1e-9 <= numbers["moved_as_meant"] <= most + 1e-9
-    for name, expected in zip(one_step.NUMBERS[1:], others, strict=True):
-        assert numbers[name] == pytest.approx(expected, abs=BOUND, nan_ok=True)
-    return numbers, changes, unsure, before
+def four_numbers(changes: list[float], advantages: list[float]) -> list[float]:
+    moved, as_meant, rewarded, punished = [], 0.0, [], []
+    for change, A in zip(changes, advantages, strict=True):
+        assert abs(abs(change) - MOVED) > MOVED / 10  # Rounding decides nothing here.
+        if abs(change) > MOVED:
+            moved.append(change * A > 0)
+        if change * A > 0:
+            as_meant += abs(change)
+        (rewarded if A > 0 else punished).append(change)
+    total = sum(abs(change) for change in changes)
+    return [fmean(moved), as_meant / total, fmean(rewarded),
+            fmean(punished) if punished else math.nan]
 
 
 @pytest.mark.mathematics
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_change_and_the_four_numbers_equal_those_of_plain_loops(name, model_folder, one_rank):
     """For every token of every answer, also of those that nothing is learned from."""
-    rate = 1e-3
-    run, answers, chosen = with_answers(
-        model_folder("qwen2"), **VARIANTS[name], training__learning_rate=rate,
+    run, answers, counted = run_with_answers(
+        model_folder("qwen2"), **VARIANTS[name], training__learning_rate=1e-3,
         sampling__temperature=0.7)
-    _, changes, unsure, before = step_against_plain_loops(run, answers, chosen)
-    assert 0.01 < max(abs(change) for own in changes for change in own) < 5
-    assert unsure == 0
+    before, before_entropies = measured_plainly(run.model, answers, 0.7)
 
+    numbers = one_step.one_step(run, answers, counted)
+
+    after, after_entropies = measured_plainly(run.model, answers, 0.7)
+    changes, advantages = [], []
+    for i, answer in enumerate(answers):
+        assert answer.before.tolist() == pytest.approx(before[i], abs=BOUND)
+        assert answer.after.tolist() == pytest.approx(after[i], abs=BOUND)
+        assert answer.before_entropies.tolist() == pytest.approx(before_entropies[i], abs=BOUND)
+        assert answer.after_entropies.tolist() == pytest.approx(after_entropies[i], abs=BOUND)
+        is_masked = name == "masked" and answer.is_truncated
+        if answer.advantage != 0 and not is_masked:
+            changes += [new - old for old, new in zip(before[i], after[i])]
+            advantages += answer.num_tokens * [answer.advantage]
+    expected = four_numbers(changes, advantages)
+    for key, value in zip(one_step.NUMBERS, expected):
+        assert numbers[key] == pytest.approx(value, abs=BOUND, nan_ok=True)
+    assert 0.01 < max(abs(change) for change in changes) < 5
     updates = run.config.training.updates_per_batch
     assert {float(moments["step"]) for moments in run.optimizer.state.values()} == {updates}
-    with torch.no_grad():
-        moved = max(float((new - old).abs().max())
-                    for new, old in zip(run.model.parameters(), before.parameters()))
-    # Adam's first update moves every weight by the learning rate, whatever its gradient is
-    assert (moved == pytest.approx(rate, rel=0.01)) if updates == 1 else rate < moved < 2.1 * rate
-
-
-@pytest.mark.mathematics
-def test_so_they_do_for_a_group_of_the_small_model_and_the_page_holds_them(one_rank):
-    """Most of whose tokens hardly move, because there is nothing else it would have written."""
-    run = one_step.prepare(make_config(**FEW, training__learning_rate=1e-2))
-    answers, chosen, (rows, step, place) = next(one_step.groups_with_signal(run, None))
-    assert len({answer.reward for answer in answers}) > 1 and chosen == answers
-    again, _ = one_step.sampled(run, rows, step)[place]  # the same random numbers
-    assert [each.completion for each in again] == [each.completion for each in answers]
-    numbers, changes, unsure, _ = step_against_plain_loops(run, answers, chosen)
-    assert unsure < 0.1 * sum(map(len, changes))
-
-    columns = [("before", answers), ("later", again[:2])]
-    data = data_of(one_step.page(run, answers, numbers, columns, "of a test"))
-    assert data["settings"] == "of a test"
-    assert data["question"] == answers[0].question.row["prompt"]
-    assert [data[name] for name in one_step.NUMBERS] == [numbers[n] for n in one_step.NUMBERS]
-    assert (data["rule"], data["normalizer"], data["L"]) == ("none", "max_length", 192)
-    for answer, own, shown in zip(answers, changes, data["answers"], strict=True):
-        texts, first, change, entropy = zip(*shown["tokens"])
-        assert "".join(texts) == run.tokenizer.decode(answer.completion_ids)
-        assert first == pytest.approx(answer.before.tolist(), abs=6e-6)  # as rounded
-        assert change == pytest.approx(own, abs=BOUND)
-        assert entropy == pytest.approx(answer.before_entropies.tolist(), abs=6e-5)
-        assert shown["change"] == pytest.approx(fmean(own), abs=BOUND)
-        parts = countdown.reward_function(answer.completion, answer.question.row)
-        assert [shown[name] for name in ("reward", "advantage", "length", "verdict", "parts")] == [
-            sum(weight * parts[part] for part, weight in countdown.REWARD_WEIGHTS.items()),
-            answer.advantage, len(answer.completion_ids), ask.verdict(answer),
-            ", ".join(f"{part} {value:.2f}" for part, value in parts.items())]
-    right = sum(answer.reward_parts["answer"] == 1 for answer in answers)
-    assert data["again"][0] == {"title": f"before: {right} of 8 right", "answers": [
-        {"text": answer.completion.strip(), "verdict": ask.verdict(answer)}
-        for answer in answers[:4]]}
-    assert len(data["again"][1]["answers"]) == 2
 
 
 def test_the_model_before_the_update_is_the_one_that_was_loaded(one_rank):
-    """Also where weights decay: the step in which AdamW's moments come into being moves nothing.
-    The update itself has the full learning rate, whatever schedule a run would have."""
+    """Also where weights decay. The update has the full learning rate, whatever the schedule."""
     run = one_step.prepare(make_config(
         **FEW, training__weight_decay=0.5, training__learning_rate=1e-4, training__warmup_steps=10,
         training__decay_steps=5, training__num_samples_per_step=1))
     loaded, _ = main.load_model(run.config)
     for weight, own in zip(loaded.parameters(), run.model.parameters(), strict=True):
         assert torch.equal(weight, own)
-    for answers, chosen, place in itertools.islice(one_step.groups_with_signal(run, None), 2):
-        one_step.one_step(run, answers, chosen)
+
+    groups = one_step.groups_with_signal(run, None)
+    for answers, counted, place in itertools.islice(groups, 2):
+        one_step.one_step(run, answers, counted)
         assert run.optimizer.param_groups[0]["lr"] == 1e-4
-    assert place.step > 1  # whose learning rate is another in a run
-
-
-def test_what_is_sampled_from_has_learned_too_where_it_is_a_copy(model_folder, one_rank):
-    """In mixed precision; else the second column would be the first."""
-    run, *group = with_answers(model_folder("qwen2"), model__precision="mixed")
-    before = copy.deepcopy(run.sampler)
-    one_step.one_step(run, *group)
-    for old, now, learned in zip(before.parameters(), run.sampler.parameters(),
-                                 run.model.parameters(), strict=True):
-        assert torch.equal(now, learned.bfloat16())
-    assert not torch.equal(old, now)
+    assert place.step > 1  # In a run, its learning rate is another one.
 
 
 @pytest.mark.parametrize("text", [
-    "29-3=26, 30+26=56 yes\n</think>\n<answer>(29-3)+30</answer>", "\u00e9\U0001f642\u65e5 x\n",
-    "\U0001f469\u200d\U0001f469\u200d\U0001f466", "a\ufffdb", "\ufffd"], ids=ascii)
+    "30+26=56 yes\n</think>\n<answer>(29-3)+30</answer>", "\u00e9\U0001f642\u65e5 x\n",
+    "a\ufffdb"], ids=ascii)
 def test_the_texts_of_the_tokens_make_the_text_however_characters_are_cut(text):
-    """The tokens of tiny/model are bytes: a character of four is the last one's."""
+    """The tokens of tiny/model are bytes. A character of four bytes comes with the last one."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "tiny" / "model")
-    ids, stream = tokenizer(text)["input_ids"], random.Random(0)
-    cut_off, random_bytes = ids[:-1], [stream.randrange(len(tokenizer)) for _ in range(200)]
-    for own in (cut_off, random_bytes, ids):
+    stream, ids = random.Random(0), tokenizer(text)["input_ids"]
+    random_bytes = [stream.randrange(len(tokenizer)) for _ in range(200)]
+
+    for own in (ids, ids[:-1], random_bytes):
         texts = one_step.texts_of_tokens(tokenizer, own)
-        assert "".join(texts) == tokenizer.decode(own) and len(texts) == len(own)
-    assert "".join(texts) == text
-    assert all(own in ("", tokenizer.decode([token])) for token, own in zip(ids, texts)
-               if token < 256 and own.isascii())
+        assert len(texts) == len(own) and "".join(texts) == tokenizer.decode(own)
 
 
 # ---------------------------------------------------------------- the command line
@@ -228,586 +154,230 @@ def reward_function(completion, row):
 """
 QUICK = ["task.name=digits.py", "training.max_new_gen_tokens=12", "data.num_validation=4"]
 TASK = ["data.max_rows=60", "data.num_validation=4"]
-GSM8K = ["task.name=examples/gsm8k.py", "data.dataset=examples/gsm8k.jsonl", TASK[1]]
 MASKED = "training.mask_truncated=true"
 
 
 @pytest.fixture
 def command(tmp_path, monkeypatch, capfd):
-    """The command line, in this process, from a folder of its own that has a task: exit code, what
-    was said on stdout and on stderr, and what the pages hold that it has left, by their names."""
+    """The command line, in a folder with a task and a trained model. Returns the exit code, stdout,
+    stderr, and the data of the page if one was written."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "digits.py").write_text(DIGITS)
+    shutil.copytree(ROOT / "tiny" / "model", tmp_path / "runs" / "x" / "best")
 
     def call(*words):
         try:
-            code = one_step.command([*map(str, words)])
+            code = one_step.command([str(word) for word in words])
         finally:
             stay(0)
-        pages = {}
+        data = None
         for path in tmp_path.glob("*.html"):
-            pages[path.name] = data_of(path.read_text(encoding="utf-8"))
+            data = data_of(path.read_text(encoding="utf-8"))
             path.unlink()
-        return code, *capfd.readouterr(), pages
+        return code, *capfd.readouterr(), data
 
     return call
 
 
-def test_a_question_of_ones_own_and_any_key_also_for_the_model_of_a_run(command, tmp_path):
-    """The third column is asked in the same way as the first: here it is the same model."""
-    shutil.copytree(ROOT / "tiny" / "model", tmp_path / "runs" / "x" / "best")
-    code, out, err, pages = command("3", "7", "25", "=", "68", *TASK, "sampling.temperature=0.9",
-                                    "training.learning_rate=1e-3", "training.seed=1")
-    assert code == 0 and err == "" and out.splitlines()[-1].startswith("one_step.html shows")
-    data = pages["one_step.html"]
+def test_the_terminal_and_the_page_show_the_same_numbers(command):
+    """The third column is the same model as the first one here, and is asked in the same way."""
+    code, out, err, data = command("3", "7", "25", "=", "68", *TASK, "sampling.temperature=0.9",
+                                   "training.learning_rate=1e-3", "training.seed=1")
+
+    assert code == 0 and err == ""
+    told = ", ".join(f"{name} {data[name]:.4f}" for name in one_step.NUMBERS)
+    assert out.splitlines()[0] == told
     assert data["question"] == countdown.generate_prompt([3, 7, 25], 68)
-    assert re.search(r"^tiny/model, one update at learning rate 0.001 on 8 answers, sampled at "
-                     r"temperature 0.9. training.seed 1, step \d+, question 1$", data["settings"])
-    assert out.splitlines()[0] == ", ".join(
-        f"{name} {data[name]:.4f}" for name in one_step.NUMBERS)
+    for words in ("learning rate 0.001 ", "8 answers", "temperature 0.9.", "seed 1,"):
+        assert words in data["settings"]
     before, after, trained = data["again"]
-    assert [column["title"].split(":")[0] for column in data["again"]] == [
-        "before", "after this one update", "runs/x/best"]
+    assert trained["title"].startswith("runs/x/best: ")
     assert trained["answers"] == before["answers"] != after["answers"]
 
 
-@pytest.mark.parametrize("keys", [
-    [*QUICK, "training.learning_type=sil", "training.k_best_of_n=[2,6]"],
-    [*TASK, MASKED, "training.max_new_gen_tokens=48"],
-    [*QUICK, "training.kl_beta=0.04", "training.updates_per_batch=2"],
-    [*QUICK, "training.scale_rewards=group", "training.loss_normalizer=tokens",
-     "model.lora_rank=4"]], ids=["SIL", "masked", "KL", "LoRA"])
-def test_it_makes_the_update_of_any_variant(keys, command):
-    code, out, err, pages = command(*keys, "--out", "here.html")
+def test_masked_answers_are_not_learned_from(command):
+    code, _, err, data = command(*TASK, MASKED, "training.max_new_gen_tokens=48")
+
     assert code == 0, err
-    data = pages["here.html"]
-    answers = data["answers"]
-    assert not any(math.isnan(data[name] or 0) for name in one_step.NUMBERS)
-    advantages = [answer["advantage"] for answer in answers]
-    if "training.learning_type=sil" in keys:
-        assert (data["rule"], data["k"], len(answers), data["change_punished"]) == (
-            "sil", 2, 6, None) and "change_punished none" in out
-        assert sorted(advantages) == [0, 0, 0, 0, 1, 1]
-    else:
-        rewards = [answer["reward"] for answer in answers]
-        scale = stdev(rewards) + 1e-4 if data["rule"] == "group" else 1
-        assert advantages == pytest.approx(
-            [(reward - fmean(rewards)) / scale for reward in rewards])
-    truncated = [answer["verdict"].startswith("truncated") for answer in answers]
-    assert [answer["learned"] for answer in answers] == [
-        A != 0 and not cut for A, cut in zip(advantages, truncated)]
-    assert any(truncated) == (MASKED in keys)
+    truncated = [answer["verdict"].startswith("truncated") for answer in data["answers"]]
+    assert any(truncated)
+    for answer, is_truncated in zip(data["answers"], truncated):
+        assert answer["learned"] == (answer["advantage"] != 0 and not is_truncated)
 
 
-def test_another_task_is_judged_by_its_own_parts(command, tmp_path):
-    shutil.copytree(ROOT / "tiny" / "model", tmp_path / "runs" / "x" / "best")
-    code, out, err, pages = command(*QUICK)
-    assert code == 0 and err == "" and "shows every token" in out
-    for answer in pages["one_step.html"]["answers"]:
+def test_another_task_and_learning_type_are_shown_as_they_are(command):
+    code, out, err, data = command(*QUICK, "training.learning_type=sil",
+                                   "training.k_best_of_n=[2,6]", "model.lora_rank=4")
+
+    assert code == 0 and "change_punished none" in out, err
+    assert (data["rule"], data["k"], data["change_punished"]) == ("sil", 2, None)
+    assert sorted(answer["advantage"] for answer in data["answers"]) == [0, 0, 0, 0, 1, 1]
+    for answer in data["answers"]:
         text = "".join(token[0] for token in answer["tokens"])
         assert answer["reward"] == sum(each.isdigit() for each in text) / 20
         assert answer["parts"] == answer["verdict"] == f"digits {answer['reward']:.2f}"
-    assert len(pages["one_step.html"]["again"]) == 2  # what runs/ holds is about something else
+    assert len(data["again"]) == 2  # The model in runs/ is about another task.
 
 
-def test_each_mistake_and_nothing_to_learn_end_in_one_line_that_says_what_to_do(command, tmp_path):
-    """No page says that nothing has moved."""
-    adapters = tmp_path / "runs" / "lora" / "best"
-    adapters.mkdir(parents=True)
-    (adapters / "adapter_config.json").write_text("{}")
-    no_folder, nothing = "model.name='runs/none': there is no such folder", "error: 50 groups, and"
-    for words, says in (
-            ([*QUICK, "training.learningrate=1"], "Did you mean training.learning_rate?"),
-            ([*QUICK, "training.learning_rate=fast"], "training.learning_rate='fast'"),
-            ([*QUICK, "--model", "runs/none"], no_folder),
-            ([*QUICK, "--trained", "runs/none"], no_folder),
-            ([*QUICK, "--out", "."], "--out . cannot be written"),
-            ([*QUICK, "--out", "none/x.html"], "--out none/x.html cannot be written"),
-            ([*QUICK, "--all", "0"], "--all N averages over N >= 1 questions"),
-            ([*TASK, "--all", "2", "3", "7", "=", "10"], "--all N averages"),
-            (["3", "7", "=", "10", *QUICK], "'3 7 = 10' is a question of Countdown"),
-            (["3", "x", "=", "5"], "'3 x = 5': write two or more numbers"),
-            (["3 7 25 = 68"], "write two or more numbers"),
-            (["training.seed", "1"], "'training.seed 1': write two or more numbers"),
-            (["task.name=none.py"], "task.name='none.py'"),
-            (["--model", adapters, *TASK], "make a plain model of them first"),
-            ([*QUICK, "training.learning_rate=1e9"], "lower training.learning_rate"),
-            # what the model cannot do at all; and where no answer ends within four tokens
-            ([*GSM8K, "training.max_new_gen_tokens=16"], f"{nothing} in none of them do answers"),
-            ([*QUICK, MASKED, "training.kl_beta=0.04", "training.k_best_of_n=[4,4]",
-              "training.max_new_gen_tokens=4"], nothing)):
-        code, out, err, pages = command(*words)
-        assert (code, out, pages) == (2, "", {}) and re.fullmatch(r"error: .*\n", err), err
-        assert says in err
+@pytest.mark.parametrize(("words", "says"), [
+    ([*QUICK, "--model", "runs/none"], "model.name='runs/none': there is no such folder"),
+    ([*QUICK, "--out", "none/x.html"], "--out none/x.html cannot be written"),
+    ([*TASK, "--all", "2", "3", "7", "=", "10"], "--all N averages"),
+    (["3", "7", "=", "10", *QUICK], "'3 7 = 10' is a question of Countdown"),
+    (["--model", "lora", *TASK], "make a plain model of them first"),
+    ([*QUICK, "training.learning_rate=1e9"], "lower training.learning_rate"),
+    # No answer ends within four tokens.
+    ([*QUICK, MASKED, "training.k_best_of_n=[4,4]", "training.max_new_gen_tokens=4"],
+     "50 groups, and in none of them")], ids=str)
+def test_a_mistake_or_nothing_to_learn_is_one_line_and_no_page(words, says, command, tmp_path):
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora" / "adapter_config.json").write_text("{}")
+
+    code, out, err, data = command(*words)
+
+    assert (code, out, data) == (2, "", None)
+    assert err.startswith("error: ") and says in err and err.count("\n") == 1
 
 
 def test_all_averages_over_groups_each_from_the_model_as_it_was_loaded(command):
-    """So each of them is what a fresh start makes of that group, the third as the first: neither
-    weights nor AdamW's moments are those that the group before has left."""
-    code, line, err, pages = command(*QUICK, "--all", 4)
-    assert code == 0 and line.count("\n") == 1 and err == "" and pages == {}
-    single, expected = [], {"groups": 4}
-    for i in range(4):
+    """So each of its groups gives the numbers that a fresh start gives for it."""
+    code, line, err, data = command(*QUICK, "--all", 3)
+    assert code == 0 and err == "" and data is None
+
+    found = []
+    for i in range(3):
         one_step.join()
         run = one_step.prepare(main.load_config(QUICK))
-        answers, chosen, _ = list(itertools.islice(one_step.groups_with_signal(run, None), 4))[i]
-        single.append(one_step.one_step(run, answers, chosen))
+        groups = one_step.groups_with_signal(run, None)
+        answers, counted, _ = next(itertools.islice(groups, i, None))
+        found.append(one_step.one_step(run, answers, counted))
         stay(0)
+    expected = {"groups": 3}
     for name in one_step.NUMBERS:
-        own = [numbers[name] for numbers in single]
-        expected |= {name: fmean(own), f"{name}_std": stdev(own)}
+        values = [numbers[name] for numbers in found]
+        expected |= {name: fmean(values), f"{name}_std": stdev(values)}
     assert json.loads(line) == pytest.approx(expected, abs=6e-5)
-
-    assert command(*QUICK, "--all", 4)[1] == line
-    first, data = json.loads(command(*QUICK, "--all", 1)[1]), command(*QUICK)[3]["one_step.html"]
-    for name in one_step.NUMBERS:
-        assert first[name] == round(data[name], 4) and first[f"{name}_std"] is None
 
 
 # ---------------------------------------------------------------- the page
 
-SIZES = {"phone": (390, 844), "laptop": (1200, 900)}
-of_each_size = pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
-in_each_light = pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_page_holds_what_was_measured_of_a_group(one_rank):
+    run = one_step.prepare(make_config(**FEW, training__learning_rate=1e-2))
+    answers, counted, (rows, step, place) = next(one_step.groups_with_signal(run, None))
+    again, _ = one_step.sampled(run, rows, step)[place]  # with the same random numbers
+    assert [answer.completion for answer in again] == [answer.completion for answer in answers]
+    numbers = one_step.one_step(run, answers, counted)
+    data = data_of(one_step.page(run, answers, numbers, [("before", answers)], "of a test"))
+
+    assert data["question"] == answers[0].question.row["prompt"]
+    assert (data["rule"], data["normalizer"], data["L"]) == ("none", "max_length", 192)
+    for name in one_step.NUMBERS:
+        assert data[name] == numbers[name]
+    for answer, shown in zip(answers, data["answers"], strict=True):
+        texts, before, change, entropy = zip(*shown["tokens"])
+        changes = (answer.after - answer.before).tolist()
+        assert "".join(texts) == run.tokenizer.decode(answer.completion_ids)
+        assert before == pytest.approx(answer.before.tolist(), abs=6e-6)
+        assert change == pytest.approx(changes, abs=6e-7)
+        assert entropy == pytest.approx(answer.before_entropies.tolist(), abs=6e-5)
+        assert shown["change"] == pytest.approx(fmean(changes), abs=1e-6)
+        moved = [value * answer.advantage > 0 for value in changes if abs(value) > MOVED]
+        assert shown["as_meant"] == (
+            pytest.approx(fmean(moved)) if answer.advantage and moved else None)
+        assert shown["advantage"] == answer.advantage and shown["length"] == answer.num_tokens
+        parts = countdown.reward_function(answer.completion, answer.question.row)
+        weighted = [countdown.REWARD_WEIGHTS[part] * value for part, value in parts.items()]
+        assert shown["reward"] == sum(weighted)
+        assert shown["verdict"] == ask.verdict(answer)
+    right = sum(answer.reward_parts["answer"] == 1 for answer in answers)
+    (column,) = data["again"]
+    assert column["title"] == f"before: {right} of 8 right"
+    assert [own["text"] for own in column["answers"]] == [
+        answer.completion.strip() for answer in answers[:4]]
 
 
-def in_a_browser(test):
-    """.ci/run installs Debian's chromium before the soak tests."""
-    missing = shutil.which("chromedriver") is None
-    return pytest.mark.soak(pytest.mark.skipif(missing, reason="no Chromium and its driver here")(
-        test))
+def made_up_page(rewards, words=("went ",) * 5, text="it went") -> str:
+    """A page of made-up answers. All texts in it are `text`, but for the tokens, which are `words`.
+    Each answer has one token less than the one before it."""
+    config = make_config(task__name="made_up.py")
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: "".join(words[i] for i in ids))
+    run = SimpleNamespace(config=config, tokenizer=tokenizer, task=SimpleNamespace(SOLVED=text))
+    question = main.Question({"prompt": text}, [0])
+    answers = []
+    for i, reward in enumerate(rewards):
+        ids = list(range(max(1, len(words) - i)))
+        answers.append(main.Trajectory(question, ids, text, False, {text: reward}, reward))
+    main.compute_advantages(answers, config.training, random.Random(1))
+    for answer in answers:
+        answer.before = -3 * torch.rand(answer.num_tokens)
+        answer.before_entropies = torch.rand(answer.num_tokens)
+        answer.after = answer.before + 0.1 * torch.randn(answer.num_tokens)
+        answer.new_log_probs = answer.after
+    numbers = dict(zip(one_step.NUMBERS, (0.5125, 0.75, 0.25, None)))
+    html = one_step.page(run, answers, numbers, [(text, answers)], text)
+    assert len(html.encode()) <= 300_000
+    return html
 
 
-@pytest.fixture(scope="module")
-def browser():
-    with Browser() as started:
-        yield started
+def test_of_long_answers_a_part_is_shown_and_too_many_are_refused():
+    rewards = [float(i % 3) for i in range(16)]
+    data = data_of(made_up_page(rewards, ["much "] * 2048, HOSTILE))
+    assert data["settings"] == HOSTILE
+    for i, answer in enumerate(data["answers"]):
+        texts = [token[0] for token in answer["tokens"]]
+        (gap,) = [text for text in texts if "left out" in text]
+        assert len(texts) > 16 and f" {2048 - i - len(texts) + 1} left out" in gap
+        assert answer["length"] == 2048 - i
+        assert abs(answer["change"]) < 0.02  # of all tokens, and not only of those that are shown
+
+    with pytest.raises(UserError, match="2000 answers are too many for a page"):
+        made_up_page([float(i % 2) for i in range(2000)])
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """The page as a user makes it, without a question, in a folder that holds a run."""
-    folder = tmp_path_factory.mktemp("page")
-    shutil.copytree(ROOT / "tiny" / "model", folder / "runs" / "x" / "best")
-    said = ranks(1, run_script, str(ROOT / "examples" / "one_step.py"), cwd=folder)
-    assert said.returncode == 0, said.stderr
-    path = folder / "one_step.html"
-    assert path.stat().st_size < 300_000
-    return path, data_of(path.read_text(encoding="utf-8"))
-
-
-def opened(browser, page: tuple, *size, **how) -> dict:
-    path, data = page
-    browser.open(path, *size, **how)
-    return data
-
-
-def is_quiet(browser) -> bool:
-    """No message, no request but for the page itself, and nothing to be scrolled sideways."""
-    width, room, address = browser.run("const root = document.documentElement; "
-                                       "return [root.scrollWidth, root.clientWidth, location.href]")
-    assert browser.console() == [] and browser.requests() == [address] and width <= room
-    return True
-
-
-def texts(browser, css: str) -> list[str]:
-    return browser.run("return [...document.querySelectorAll(arguments[0])].map("
-                       "each => each.textContent)", css)
-
-
-def parts_of(browser, css: str) -> list[list[str]]:
-    """The texts of what is inside of each."""
-    return browser.run("return [...document.querySelectorAll(arguments[0])].map("
-                       "each => [...each.children].map(part => part.textContent))", css)
-
-
-def fixed(number: float, digits: int) -> str:
-    """As many digits as JavaScript's toFixed shows: of two that are as near the larger."""
-    unit = decimal.Decimal(1).scaleb(-digits)
-    return str(decimal.Decimal(number).quantize(unit, decimal.ROUND_HALF_UP))
-
-
-def signed(number: float, digits: int) -> str:
-    return ("-" if number < 0 else "+") + fixed(abs(number), digits)
-
-
-def check_bars(browser, css: str, values: list[float]):
-    """From the middle to the right, or, below 0, to the left; the largest fills its half."""
-    bars = browser.run("return [...document.querySelectorAll(arguments[0])].map("
-                       "bar => [bar.style.left, bar.style.width].map(parseFloat))", css)
-    largest = max(map(abs, values)) or 1
-    for (left, width), value in zip(bars, values, strict=True):
-        share = 50 * abs(value) / largest
-        assert width == pytest.approx(share, abs=0.01)
-        assert left == pytest.approx(50 - share * (value < 0), abs=0.01)
-
-
-def weights(data: dict, rule: str, normalizer: str):
-    """A and A / Z of each answer of a page, by main.py: what pulls at a token is the gradient of
-    the loss with respect to its log-probability. Of equal answers those are taken for the best
-    that were learned from, and else the first."""
-    sil, answers = rule == "sil", data["answers"]
-    training = make_config(
-        training__learning_type="sil" if sil else "grpo", training__loss_normalizer=normalizer,
-        training__scale_rewards="none" if sil else rule, training__max_new_gen_tokens=data["L"],
-        training__k_best_of_n=[data["k"] if sil else len(answers), len(answers)]).training
-    question = main.Question({}, [0])
-    group = [main.Trajectory(question, [0] * answer["length"], "", False, reward=answer["reward"])
-             for answer in answers]
-    order = iter([(answer["learned"], -i) for i, answer in enumerate(answers)])
-    chosen = main.compute_advantages(group, training, SimpleNamespace(random=order.__next__))
-    T, pulls = sum(len(answer.completion_ids) for answer in chosen), {}
-    for answer in chosen:
-        logprobs = torch.zeros(len(answer.completion_ids), dtype=torch.float64, requires_grad=True)
-        loss, _ = main.policy_loss(logprobs, [answer], len(chosen), T, training)
-        pulls[id(answer)] = -float(torch.autograd.grad(loss, logprobs)[0][0])
-    return ([answer.advantage for answer in group],
-            [pulls.get(id(answer), 0.0) for answer in group])
-
-
-@in_a_browser
-@in_each_light
-@of_each_size
-def test_the_page_asks_for_nothing_complains_of_nothing_and_fits(size, dark, made, browser):
-    opened(browser, made, *size, dark=dark)
-    assert is_quiet(browser)
-    assert browser.run("return innerWidth") == size[0]
-    colours = browser.run("const style = getComputedStyle(document.body); "
-                          "return [style.backgroundColor, style.color]")
-    page, text = (sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in colours)
-    assert (page < text) == dark
-    for css in ("[value=meant]", "[value=against]", "[value=happened]", "#with-numbers"):
-        browser.click(css)
-    browser.click("#rule")
-    assert is_quiet(browser)  # still, with the widest that it shows
-
-
-@in_a_browser
-def test_every_number_shown_is_that_of_the_data(made, browser):
-    """And those of the data are those of the changes of its tokens, which are rounded."""
-    data = opened(browser, made)
-    answers = data["answers"]
-    weighed = [[(token[2], answer["advantage"]) for token in answer["tokens"]]
-               for answer in answers if answer["advantage"]]
-    shares = [answer["as_meant"] for answer in answers if answer["advantage"]]
-    assert all(answer["as_meant"] is None for answer in answers if not answer["advantage"])
-    for own, share in zip([*weighed, list(itertools.chain(*weighed))],
-                          [*shares, data["moved_as_meant"]], strict=True):
-        (least, most), as_meant, *means, _ = four_numbers(own, 0.6 * MOVED)
-        assert least - 1e-6 <= share <= most + 1e-6
-    assert as_meant == pytest.approx(data["change_as_meant"], abs=0.00051)  # of all of them
-    assert means == pytest.approx([data["change_rewarded"], data["change_punished"]], abs=2e-6)
-    assert texts(browser, "h1, #settings, #question") == [
-        "One step, token by token", data["settings"], data["question"]]
-    assert texts(browser, "#numbers b") == [
-        fixed(100 * data["moved_as_meant"], 1) + " %",
-        fixed(100 * data["change_as_meant"], 1) + " %",
-        signed(data["change_rewarded"], 4), signed(data["change_punished"], 4)]
-    *_, total = itertools.accumulate(answer["reward"] for answer in answers)  # as JavaScript adds
-    mean = total / len(answers)
-    for i, (answer, head) in enumerate(zip(answers, parts_of(browser, ".head"), strict=True), 1):
-        share = answer["as_meant"]
-        assert head == [
-            f"answer {i}", f"reward {fixed(answer['reward'], 2)} ({answer['parts']})",
-            f"mean {fixed(mean, 2)}", f"A {signed(answer['reward'] - mean, 3)}",
-            answer["verdict"], f"{len(answer['tokens'])} tokens",
-            f"mean change {signed(answer['change'], 4)}",
-            "" if share is None else f"{fixed(100 * share, 0)} % as meant"]
-    check_bars(browser, ".answer .bar i", [answer["advantage"] for answer in answers])
-    assert parts_of(browser, "#again > .card") == [[column["title"], *itertools.chain(*(
-        (own["text"], f"-> {own['verdict']}") for own in column["answers"]))]
-        for column in data["again"]]
-
-
-TOKENS = """return [...document.querySelectorAll(".token")].map(span => {
-  const style = getComputedStyle(span)
-  return {text: span.textContent, up: span.classList.contains("up"),
-          down: span.classList.contains("down"), colour: style.backgroundColor,
-          line: style.borderBottomWidth + style.borderBottomStyle,
-          number: getComputedStyle(span, "::after").content.replaceAll('"', "")} })"""
-
-
-@in_a_browser
-@in_each_light
-def test_the_switch_colours_the_tokens_that_it_says_and_numbers_them(dark, made, browser):
-    """Blue and underlined what went up, or was meant to; orange and dotted what went down; nothing
-    where there is next to nothing. The full colour is that of all but the largest twentieth."""
-    data = opened(browser, made, dark=dark)
-    rgb = {name: tuple(map(int, browser.run(
-        "return getComputedStyle(document.documentElement).getPropertyValue(arguments[0])",
-        f"--{name}").split())) for name in ("up", "down")}
-    assert rgb["up"][2] > rgb["up"][0] and rgb["down"][0] > rgb["down"][2]  # blue, orange
-    _, pulls = weights(data, "none", "max_length")
-    tokens = [(text, change, pull) for answer, pull in zip(data["answers"], pulls)
-              for text, _, change, _ in answer["tokens"]]
-    modes = {"meant": lambda change, pull: pull, "happened": lambda change, pull: change,
-             "against": lambda change, pull: change * (abs(change) > MOVED and change * pull < 0)}
-    browser.click("#with-numbers")
-    for mode, value_of in modes.items():
-        browser.click(f"[value={mode}]")
-        digits = 5 if mode == "meant" else 3
-        sizes = sorted(abs(pull if mode == "meant" else change) for _, change, pull in tokens)
-        sizes = [size for size in sizes if size]
-        full = sizes[math.floor(0.95 * (len(sizes) - 1))]
-        assert texts(browser, "#low, #high") == [signed(-full, digits), signed(full, digits)]
-        coloured = 0
-        for (text, change, pull), token in zip(tokens, browser.run(TOKENS), strict=True):
-            assert token["text"] == text.replace("\n", "\u21b5")
-            value = value_of(change, pull)
-            strength = min(1, math.sqrt(abs(value) / full))
-            *colour, alpha = map(float, re.findall(r"[\d.]+", token["colour"]))
-            assert alpha == pytest.approx(0.65 * strength, abs=0.005)
-            assert tuple(colour) == rgb["down" if value < 0 else "up"] or alpha == 0
-            if abs(strength - 0.1) > 1e-6:
-                shown = strength > 0.1
-                assert (token["up"], token["down"]) == (shown and value > 0, shown and value < 0)
-                assert token["line"] == ("0pxnone" if not shown else "2pxsolid" if value > 0
-                                         else "2pxdotted")
-                assert token["number"] == (signed(value, digits) if shown else "")
-                coloured += shown
-        assert coloured > 0
-    browser.click("#with-numbers")
-    assert not any(token["number"] for token in browser.run(TOKENS))
-
-
-def tells(browser, data: dict, place: int) -> bool:
-    """Whether the page says of this token what it shall."""
-    places = [(i, answer["advantage"], *token) for i, answer in enumerate(data["answers"], 1)
-              for token in answer["tokens"] if token[1] is not None]
-    i, A, text, before, change, entropy = places[place]
-    meant, happened = ("up" if number > least else "down" if number < -least else "nothing"
-                       for number, least in ((A, 0), (change, MOVED)))
-    (told,) = texts(browser, "#inspector")
-    assert told == (
-        f"{json.dumps(text, ensure_ascii=False)} of answer {i}: p {fixed(math.exp(before), 4)} -> "
-        f"{fixed(math.exp(before + change), 4)}, log p {signed(change, 4)}; A {signed(A, 3)}, "
-        f"entropy {fixed(entropy, 3)}; meant {meant}, happened {happened}")
-    return True
-
-
-@in_a_browser
-@of_each_size
-def test_a_token_pointed_at_or_tapped_tells_its_numbers(size, made, browser):
-    data = opened(browser, made, *size)
-    last = sum(len(answer["tokens"]) for answer in data["answers"]) - 1
-    for place, reach in ((7, browser.hover), (30, browser.click), (last, browser.click),
-                         (len(data["answers"][0]["tokens"]), browser.hover)):
-        reach(f"[data-place='{place}']")
-        assert tells(browser, data, place)
-        assert browser.run("return [...document.querySelectorAll('.chosen')].map("
-                           "each => +each.dataset.place)") == [place]
-    assert is_quiet(browser)
-
-
-@in_a_browser
-def test_with_the_keyboard_alone_everything_can_be_reached_and_arrow_keys_go_on(made, browser):
-    data = opened(browser, made)
-    labels = browser.run(
-        "return [...document.querySelectorAll('input, select, button, a, [tabindex]')].map("
-        "each => [...each.labels].map(label => label.textContent.trim()))")
-    assert len(labels) == 6 and all(len(own) == 1 and own[0] for own in labels)
-    last = len(texts(browser, ".token")) - 1
-    browser.click(f"[data-place='{last}']")
-    browser.key("ArrowRight")
-    assert tells(browser, data, last)  # there is no next
-    browser.key("ArrowLeft")
-    assert tells(browser, data, last - 1)
-    opened(browser, made)
-    for place in range(151):
-        browser.key("ArrowRight")  # from the first token on
-        assert place % 50 or tells(browser, data, place)
-    token, below = browser.run(
-        "return ['.chosen', '#inspector'].map(css => document.querySelector(css)"
-        ".getBoundingClientRect()).map((box, i) => i ? box.top : box.bottom)")
-    assert 0 < token <= below  # in sight, and not behind the inspector
-
-    # from the top: Chromium 150 goes on from what was last scrolled into view
-    browser.run("scrollTo(0, 0); document.body.tabIndex = -1; document.body.focus()")
-    for keys, reached in ((["Tab"], ["mode", "happened", True]),
-                          (["ArrowRight"], ["mode", "against", True]),
-                          (["Tab", " "], ["with-numbers", "on", True]),
-                          (["Tab", "ArrowDown"], ["rule", "group", None]),
-                          (["Tab", "ArrowDown"], ["normalizer", "tokens", None])):
-        for key in keys:
-            browser.key(key)
-        assert browser.run("const it = document.activeElement; "
-                           "return [it.name || it.id, it.value, it.checked]") == reached
-        assert tells(browser, data, 150)  # the key was the control's own
-    assert any(token["number"] for token in browser.run(TOKENS))
-    (formula,) = texts(browser, "#formula")
-    assert "std r" in formula and "DAPO" in formula and is_quiet(browser)
-
-
-def check_family(browser, data: dict):
-    """The table, for each choice of advantages and normaliser, against main.py."""
-    answers, lengths = data["answers"], [answer["length"] for answer in data["answers"]]
+def check_variants(browser, data, rewards):
+    """The page computes this table itself: main.py has to agree."""
     for rule, normalizer in itertools.product(("none", "group", "mean", "sil"),
                                               ("max_length", "tokens", "sequence")):
-        browser.run("""for (const [id, value] of Object.entries(arguments[0])) {
-            document.getElementById(id).value = value
-            document.getElementById(id).dispatchEvent(new Event("change", {bubbles: true})) }""",
-                    {"rule": rule, "normalizer": normalizer})
-        head, *rows = parts_of(browser, "#family tr")
-        assert head == ["answer", "r", "tokens", "A", "A / Z, each token", "all its tokens", ""]
-        A, pulls = weights(data, rule, normalizer)
-        totals = [pull * length for pull, length in zip(pulls, lengths)]
-        for i, row in enumerate(rows):
-            assert row[:3] == [str(i + 1), fixed(answers[i]["reward"], 2), str(lengths[i])]
-            for text, number, digits in zip(row[3:], (A[i], pulls[i], totals[i]), (3, 6, 4)):
-                assert re.fullmatch(rf"[+-]\d+\.\d{{{digits}}}", text)
-                assert float(text) == pytest.approx(number, rel=0, abs=0.5 * 10**-digits + 1e-9)
-            assert row[6:] == [""]
-        check_bars(browser, "#family i", totals)
-        assert len(rows) == len(answers)
+        keys = {"training__scale_rewards": rule}
+        if rule == "sil":
+            keys = {"training__learning_type": "sil", "training__k_best_of_n": [data["k"], 4]}
+        group = [main.Trajectory(None, [0] * answer["length"], "", False, reward=reward)
+                 for answer, reward in zip(data["answers"], rewards, strict=True)]
+        counted = main.compute_advantages(group, make_config(**keys).training, random.Random(0))
+        num_tokens = sum(answer.num_tokens for answer in counted)
+        browser.run("[find('rule').value, find('normalizer').value] = arguments; family()",
+                    rule, normalizer)
+        rows = browser.run("return [...document.querySelectorAll('#family tr')].map("
+                           "row => [...row.children].map(cell => cell.textContent))")
+        for answer, row in zip(group, rows[1:], strict=True):
+            Z = {"max_length": len(counted) * data["L"], "tokens": num_tokens,
+                 "sequence": len(counted) * answer.num_tokens}[normalizer]
+            A, of_token, of_answer = [float(number) for number in row[3:6]]
+            assert A == pytest.approx(answer.advantage, abs=5.1e-4)
+            assert of_token == pytest.approx(answer.advantage / Z, abs=5.1e-7)
+            expected = answer.advantage / Z * answer.num_tokens
+            assert of_answer == pytest.approx(expected, abs=5.1e-5)
 
 
-# ---------------------------------------------------------------- a page of anything
+@pytest.mark.skipif(shutil.which("chromedriver") is None, reason="no Chromium and its driver here")
+def test_the_page_opens_without_a_message_and_whatever_is_written_is_text(tmp_path):
+    rewards = [1.0, 0.0, 0.5, 0.125]
+    words = [HOSTILE[i:i + 20] for i in range(0, len(HOSTILE), 20)]
+    page = tmp_path / "page.html"
+    page.write_text(made_up_page(rewards, words, HOSTILE), encoding="utf-8")
+    data = data_of(page.read_text(encoding="utf-8"))
+    shown = HOSTILE.replace("\u2028", "\\u2028")
 
-def made_up_page(tmp_path, rewards: list, columns=(), *, tokens=None, prompt="Go:",
-                 completion="it went", parts=("right",), settings="of a test",
-                 numbers=(0.5, 0.75, 0.25, None), **keys):
-    """A page of made-up answers. `tokens`: the texts of each answer's. Returns its path, and its
-    data."""
-    config = make_config(task__name="made_up.py", **keys)
-    tokens = tokens or [[f"w{i} " for i in range(3 + j % 4)] for j in range(len(rewards))]
-    words, ids = list(itertools.chain(*tokens)), itertools.count()
-    tokenizer = SimpleNamespace(decode=lambda ids, **_: "".join(words[i] for i in ids))
-    run = SimpleNamespace(config=config, tokenizer=tokenizer, task=SimpleNamespace(SOLVED=parts[0]))
-    question = main.Question({"prompt": prompt}, [0])
-    answers = [main.Trajectory(question, list(itertools.islice(ids, len(own))), completion, False,
-                               dict.fromkeys(parts, reward), reward)
-               for reward, own in zip(rewards, tokens, strict=True)]
-    main.compute_advantages(answers, config.training, random.Random(1))
-    for i, answer in enumerate(answers):
-        stream, length = torch.Generator().manual_seed(i), len(answer.completion_ids)
-        answer.before = -3 * torch.rand(length, generator=stream)
-        answer.before_entropies = torch.rand(length, generator=stream)
-        answer.after = answer.before + 0.1 * torch.randn(length, generator=stream)
-        answer.new_log_probs = answer.after if answer.advantage else None
-    html = one_step.page(run, answers, dict(zip(one_step.NUMBERS, numbers)),
-                         [(title, answers) for title in columns], settings)
-    path = tmp_path / "page.html"
-    path.write_text(html, encoding="utf-8")
-    assert len(html.encode()) <= 300_000
-    return path, data_of(html)
+    with Browser() as browser:
+        browser.open(page)
 
-
-@in_a_browser
-@pytest.mark.parametrize("rewards", [
-    None, [1.0, 0.0], [0.0, 0.0, 0.0], [0.3, 0.3, 0.3, 0.3], [-1.0, -2.0, -2.0, -0.5],
-    [1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0], [1e9, -1e9, 0.1, 0.2, 1e-9]], ids=str)
-def test_the_family_table_is_what_main_py_makes_of_the_same_rewards(
-        rewards, made, browser, tmp_path):
-    """Of the page as made, or of any others; at first as the run itself has weighed them."""
-    pages = [made] if rewards is None else (made_up_page(tmp_path, rewards, **keys) for keys in (
-        {}, {"training__learning_type": "sil", "training__k_best_of_n": [1, len(rewards)],
-             "training__loss_normalizer": "tokens"}))
-    for page in pages:
-        data = opened(browser, page)
-        assert browser.run("return [...document.querySelectorAll('select')].map("
-                           "each => each.value)") == [data["rule"], data["normalizer"]]
-        check_family(browser, data)
-        assert is_quiet(browser)
-
-
-@in_a_browser
-def test_of_equal_answers_the_table_takes_those_that_self_imitation_has_chosen(browser, tmp_path):
-    """It chooses among them by chance: the first would be others than the page has coloured."""
-    data = opened(browser, made_up_page(
-        tmp_path, [1.0] * 6, training__learning_type="sil", training__k_best_of_n=[2, 6],
-        training__loss_normalizer="tokens"))
-    A = [answer["advantage"] for answer in data["answers"]]
-    assert sorted(A) == [0, 0, 0, 0, 1, 1] and A[:2] != [1, 1]
-    pull = 1 / sum(answer["length"] for answer in data["answers"] if answer["advantage"])
-    rows = parts_of(browser, "#family tr")[1:]
-    assert [row[3:5] for row in rows] == [[signed(each, 3), signed(each * pull, 6)] for each in A]
-    browser.click("[value=meant]")
-    browser.click("#with-numbers")
-    assert [token["number"] for token in browser.run(TOKENS)] == [
-        signed(pull, 5) if each else ""
-        for each, answer in zip(A, data["answers"]) for _ in answer["tokens"]]
-
-
-SCRIPT = "</script><script>window.hacked=1</script>"
-HOSTILE = [
-    SCRIPT, "<img src=x onerror=window.hacked=1>", "<!--<script>", "]]><svg onload=hacked=1>",
-    "\u202e\u2066\u200f\u061c drow", "\u2028\u2029", "\0\x01\x1b[2J\x7f\x9f\r\t\n", "\ud800",
-    "__proto__", "constructor", "'\"\\`${window.hacked=1}", "&lt;&amp;&#60;b>", "DATA",
-    "javascript:window.hacked=1", "\u05d0\u0628\U0001f642\u0301", " ", "x" * 1_000_000]
-SHAPE = """const all = [...document.querySelectorAll("*")]
-return {tags: all.map(each => each.tagName),
-  names: [...new Set(all.flatMap(each => each.getAttributeNames()))],
-  comment: document.createNodeIterator(document, NodeFilter.SHOW_COMMENT).nextNode(),
-  hacked: window.hacked, polluted: ({}).hacked, scripts: document.scripts.length}"""
-
-
-@in_a_browser
-def test_whatever_the_model_the_data_and_the_task_have_written_is_only_text(browser, tmp_path):
-    """The page has the elements of one with harmless words in the same places, and no other."""
-    def page_of(words):
-        every = "".join(words)
-        return made_up_page(
-            tmp_path, [1.0, 0.0, 0.5], [f"runs/{word[:300]}" for word in words[:3]],
-            tokens=[words, words[:5], words[5:]], prompt=every, completion=every, parts=words,
-            settings=every[:2000])
-
-    opened(browser, page_of([f"word{i}" for i in range(len(HOSTILE))]))
-    harmless = browser.run(SHAPE)
-    assert harmless["scripts"] == 2 and harmless["hacked"] is None
-
-    page = page_of(HOSTILE)
-    for size in SIZES.values():
-        data = opened(browser, page, *size)
-        assert browser.run(SHAPE) == harmless and is_quiet(browser)
-    assert [token["text"] for token in browser.run(TOKENS)] == [
-        shortened(visible(word), 40).replace("\n", "\u21b5")
-        for word in [*HOSTILE, *HOSTILE[:5], *HOSTILE[5:]]]
-    shown = "".join(texts(browser, "#question, .token, #again pre, .head"))
-    assert set("\0\x1b\x7f\r\u202e\u2066\u200f\u061c\u2028\ud800").isdisjoint(shown)
-    assert texts(browser, "#question") == [shortened(visible("".join(HOSTILE)), 8192)]
-    for place in range(len(HOSTILE)):
-        browser.click(f"[data-place='{place}']")
-        assert tells(browser, data, place)
-    for mode in ("meant", "against", "happened"):
-        browser.click(f"[value={mode}]")
-        assert any(token["up"] or token["down"] for token in browser.run(TOKENS))
-    check_family(browser, data)
-    assert browser.run(SHAPE)["hacked"] is None and is_quiet(browser)
-
-
-@in_a_browser
-def test_that_such_words_would_do_something_in_a_page_that_did_not_escape_them(browser, tmp_path):
-    """So that the test above can fail."""
-    template = (ROOT / "examples" / "one_step_page.html").read_text()
-    path = tmp_path / "open.html"
-    path.write_text(template.replace("DATA", f"{SCRIPT}{HOSTILE[1]}", 1))
-    browser.open(path)
-    found = browser.run(SHAPE)
-    assert found["hacked"] == 1 and found["scripts"] == 3 and "IMG" in found["tags"]
-    assert browser.console() != []
-
-
-@in_a_browser
-def test_of_64_answers_of_4096_tokens_some_are_shown_and_all_are_counted(browser, tmp_path):
-    stream = random.Random(0)
-    words = [f" {stream.choice(HOSTILE[:-1])}{i}" for i in range(500)]
-    data = opened(browser, made_up_page(
-        tmp_path, [float(i % 3) for i in range(64)], ["before", "after"],
-        tokens=[[stream.choice(words) for _ in range(4096)] for _ in range(64)],
-        numbers=(0.51236, 0.7, 0.1, -0.00012)))
-    assert texts(browser, "#numbers b") == ["51.2 %", "70.0 %", "+0.1000", "-0.0001"]
-    for answer, head, kept, left_out in zip(
-            data["answers"], parts_of(browser, ".head"), parts_of(browser, ".answer > .mono"),
-            texts(browser, ".answer > .mono > .soft"), strict=True):
-        assert len(kept) > 16 and left_out in kept and str(4096 - len(kept) + 1) in left_out
-        assert head[5:7] == ["4096 tokens", f"mean change {signed(answer['change'], 4)}"]
-        assert abs(answer["change"]) < 0.02  # of all 4096, and not of the few that are shown
-    browser.click("[data-place='20']")
-    assert tells(browser, data, 20)
-    check_family(browser, data)
-    assert is_quiet(browser)
-
-
-def test_a_page_of_too_many_answers_is_refused_and_never_tried_for_ever(tmp_path):
-    with pytest.raises(UserError, match="2000 answers are too many for a page"):
-        made_up_page(tmp_path, [float(i % 2) for i in range(2000)])
+        assert browser.texts("#settings") == [HOSTILE] and browser.texts("#question") == [shown]
+        assert shown in browser.texts("#again pre") and shown in browser.texts(".head")[0]
+        tokens = "".join(browser.texts(".answer:first-child .token"))
+        assert tokens == shown
+        assert browser.texts("#numbers b") == ["51.2 %", "75.0 %", "+0.2500", "none"]
+        assert "A +0.594" in browser.texts(".head span")
+        check_variants(browser, data, rewards)
+        assert browser.run("return document.title") == "One step, token by token"
+        assert browser.run("return document.images.length + document.scripts.length") == 2
+        assert browser.messages() == [] and browser.requests() == [page.as_uri()]
