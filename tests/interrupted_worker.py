@@ -1,67 +1,63 @@
 """main.py, struck at a point of its work.
 
-A strike says which rank strikes, at which point, at its how manyth passing, and how: "kill"
-(SIGKILL to that rank), "kill all" (to every rank at once, as when the power goes), or the name of a
-stop signal (to every rank; under torchrun to torchrun, which ends its ranks). As a script, which is
-what torchrun starts, it takes a list of them, one for each start: `interrupted_worker.py STRIKES
-FOLDER arguments...`"""
+A strike says which rank strikes, at which point, at its how manyth passing, and how: "kill all"
+(SIGKILL, as when the power goes), or the name of a stop signal. Every rank gets the signal."""
 
-import json
 import os
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 
-from conftest import draw_nothing, run_main
+from conftest import run_without_curves
 
 import logger
 import main
 from machinery import checkpoints, disk, metrics, on_ctrl_c
 
 
-def run_and_be_struck(strike: dict, folder: str, arguments: list[str]):
-    """Does not return: `launch` ends the process."""
-    folder, passed = Path(folder), 0
-    (folder / f"pid-{main.RANK}").write_text(str(os.getpid()))
+class Striker:
+    """Counts how often this rank passes the point of its strike, and strikes."""
 
-    def at(point):
-        nonlocal passed
-        if (strike.get("rank"), strike.get("point")) != (main.RANK, point):
+    def __init__(self, strike: dict, folder: Path):
+        self.strike = strike
+        self.folder = folder
+        self.passed = 0
+        (folder / f"pid-{main.RANK}").write_text(str(os.getpid()))
+
+    def at(self, point: str) -> None:
+        if (self.strike.get("rank"), self.strike.get("point")) != (main.RANK, point):
             return
-        passed += 1
-        if passed != strike.get("passing", 1):
+        self.passed += 1
+        if self.passed != self.strike.get("passing", 1):
             return
-        with open(folder / "struck", "a") as file:
+        with open(self.folder / "struck", "a") as file:
             file.write(f"{time.time()} {point}\n")
-        others = [int((folder / f"pid-{rank}").read_text())
-                  for rank in range(main.WORLD_SIZE) if rank != main.RANK]
-        if strike["how"] == "kill":
-            struck = [os.getpid()]
-        elif strike["how"] != "kill all" and "TORCHELASTIC_RUN_ID" in os.environ:
-            struck = [os.getppid()]  # torchrun tells its ranks
-        else:
-            struck = [*others, os.getpid()]
-        name = "SIGKILL" if strike["how"].startswith("kill") else strike["how"]
-        for pid in struck:
+        name = "SIGKILL" if self.strike["how"] == "kill all" else self.strike["how"]
+        others = [rank for rank in range(main.WORLD_SIZE) if rank != main.RANK]
+        pids = [int((self.folder / f"pid-{rank}").read_text()) for rank in others]
+        for pid in [*pids, os.getpid()]:
             os.kill(pid, signal.Signals[name])
 
-    def passing(module, name, before=None, after=None, when=lambda *_: True):
+    def passing(self, module, name, before=None, after=None, when=lambda *_: True) -> None:
         """Replaces a function by one that passes a point before or after it does its work."""
         original = getattr(module, name)
 
         def replacement(*arguments, **named):
             counts = when(*arguments)
             if before and counts:
-                at(before)
+                self.at(before)
             result = original(*arguments, **named)
             if after and counts:
-                at(after)
+                self.at(after)
             return result
 
         setattr(module, name, replacement)
 
+
+def run_and_be_struck(strike: dict, folder: str, arguments: list[str]):
+    """Does not return: `launch` ends the process."""
+    passing = Striker(strike, Path(folder)).passing
     passing(main, "questions", after="sampling")
     passing(main, "policy_loss", after="learning")
     passing(metrics.StepReport, "metrics", before="updated", after="logging")
@@ -78,15 +74,9 @@ def run_and_be_struck(strike: dict, folder: str, arguments: list[str]):
             when=lambda path: path.name == "unfinished" and path.parent.name != "checkpoints")
     passing(Path, "replace", after="saving: linked")
     passing(logger.Logger, "finish", before="finishing")
-    logger.Logger._draw_curves = draw_nothing
     # As main.py has it. A shell lets its background jobs, and so the tests there, ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     on_ctrl_c(lambda: "nothing is saved yet")
     signal.signal(signal.SIGALRM, lambda *_: None)  # as a reward with a time limit has it
     signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2)
-    run_main(*arguments)
-
-
-if __name__ == "__main__":
-    strikes, start = json.loads(sys.argv[1]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    run_and_be_struck(strikes[start] if start < len(strikes) else {}, sys.argv[2], sys.argv[3:])
+    run_without_curves(*arguments)

@@ -1,6 +1,5 @@
 """A run that is interrupted, by whatever it is, ends as the one that is not: tolerance 0."""
 
-import hashlib
 import json
 import os
 import random
@@ -10,235 +9,126 @@ import signal
 import time
 
 import pytest
-from conftest import draw_nothing, read_jsonl, run_main, start
-from interrupted_worker import run_and_be_struck
-from processes import ranks, torchrun
-from test_run import TIMES
+from conftest import (
+    EVERY_STEP,
+    SIL,
+    SMALL,
+    interrupted,
+    outcome,
+    read_jsonl,
+    run_without_curves,
+    start,
+    uninterrupted,
+    without_files,
+)
+from processes import ranks
 
-import logger
-from machinery import on_ctrl_c
+from machinery import disk, on_ctrl_c
 
-SMALL = ["training.max_new_gen_tokens=48", "training.num_samples_per_step=2",
-         "training.k_best_of_n=[4,4]", "data.num_validation=6", "data.max_rows=200",
-         "validation.best_of_n=2", "training.learning_rate=0.001", "run.name=a"]
-SIL = ["training.learning_type=sil", "training.k_best_of_n=[2,4]"]
-EVERY_STEP = ["checkpoint.every=1", "validation.every=2"]
-
-
-def outcome(folder):
-    """All that a run has come to, times aside."""
-    metrics = [{key: value for key, value in entry.items() if key not in TIMES}
-               for entry in read_jsonl(folder / "metrics.jsonl")]
-    checkpoint = max((folder / "checkpoints").glob("step-*"))
-    state = json.loads((checkpoint / "state.json").read_text())
-    return {"metrics": metrics, "samples": read_jsonl(folder / "samples.jsonl"),
-            "step": checkpoint.name,
-            "state": [state[key] for key in ("step", "best", "last_evaluation")],
-            "tensors": digest(checkpoint / "tensors-1.safetensors"),
-            "best": digest(folder / "best" / "model.safetensors"),
-            "best of": version(folder / "best"),
-            "files": sorted(version(path) for path in [*folder.iterdir(),
-                                                       *(folder / "checkpoints").iterdir()]
-                            if path.name != "best")}
+# In mixed precision the sampler has weights of its own, which a resumed run has to make anew.
+STEPS = [*EVERY_STEP, "model.precision=mixed"]
+ONE_RANK = ["training.num_samples_per_step=4"]  # The same batch as that of two ranks.
+shares_the_run = pytest.mark.xdist_group("test_resume")
 
 
-def digest(path):
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of an uninterrupted run of three steps on two ranks. Tests work on copies."""
+    folder = tmp_path_factory.mktemp("whole")
+    uninterrupted(2, folder, *STEPS)
+    return folder / "a"
 
 
-def version(path):
-    """A run killed after it had switched best/ switches it again, to the same in a folder
-    best-000004-2, say: the number does not count."""
-    return re.sub(r"^(best-\d+)-\d+$", r"\1", path.resolve().name)
+@pytest.fixture
+def copied(whole, tmp_path):
+    return shutil.copytree(whole, tmp_path / "a", symlinks=True)
 
 
-def without_files(outcome):
-    return {**outcome, "files": None}
+# ---------------------------------------------------------------- SIGKILL and stop signals
 
+@shares_the_run
+def test_a_killed_run_equals_the_uninterrupted_one(whole, tmp_path):
+    strikes = [{"rank": 0, "point": "saving: linked"},  # The best model, before step 1.
+               {"rank": 1, "point": "learning"},
+               {"rank": 0, "point": "saving: written", "passing": 2},  # The checkpoint of step 2.
+               {"rank": 0, "point": "sampling", "passing": 2}]  # In step 3.
+    for strike in strikes:
+        result = interrupted(2, {**strike, "how": "kill all"}, tmp_path, *STEPS)
+        assert result.codes == [-signal.SIGKILL] * 2, (strike, result.stderr)
 
-def run_without_curves(*arguments):
-    logger.Logger._draw_curves = draw_nothing
-    run_main(*arguments)
+    result = interrupted(2, {}, tmp_path, *STEPS)
 
-
-def uninterrupted(num_ranks, folder, *settings):
-    result = ranks(num_ranks, run_without_curves, *SMALL, *settings, f"run.dir={folder}")
     assert result.returncode == 0, result.stderr
-    return outcome(folder / "a")
+    assert "step-000002\n" in result.stdout
+    assert outcome(tmp_path / "a") == outcome(whole)
 
 
-def interrupted(num_ranks, strike, folder, *settings):
-    """One start, which `strike` may end."""
-    folder.mkdir(exist_ok=True)
-    return ranks(num_ranks, run_and_be_struck, strike, str(folder),
-                 [*SMALL, *settings, f"run.dir={folder}"])
-
-
-def struck(folder):
-    return [line.split(" ", 1) for line in (folder / "struck").read_text().splitlines()]
-
-
-# ---------------------------------------------------------------- SIGKILL
-
-SAVING = [f"saving: {point}" for point in ("tensors", "written", "renamed", "synced", "removal",
-                                           "removed", "best", "linked")]
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(("num_ranks", "learning"), [
-    *((n, learning) for n in (1, 2, 3) for learning in ([], [*SIL, "training.refill=2"])),
-    (2, ["training.shard=true"]), (3, ["training.shard=true"])], ids=str)
-def test_a_run_killed_twenty_times_equals_the_uninterrupted_one(num_ranks, learning, tmp_path):
-    stream = random.Random(f"{num_ranks} {learning}")
-    phases = {"sampling": ["sampling"] * 4,
-              "learning": ["learning", "learning", "updated", "logging"],
-              "evaluating": ["evaluating", "evaluating", "evaluated", "evaluated"],
-              "saving": SAVING}
-    points = [point for phase in phases.values() for point in phase]
-    stream.shuffle(points)
-    # the other points are passed on rank 0 alone
-    anywhere = ("sampling", "learning", "updated", "evaluating")
-    plan = [{"point": point, "how": "kill all",
-             "rank": stream.randrange(num_ranks) if point in anywhere else 0,
-             "passing": (1 if point.startswith(("saving: b", "saving: l", "eval"))
-                         else stream.choice([1, 2]))} for point in points]
-    # A better evaluation may never come: what is struck while best/ is switched is struck at the
-    # first, which always is the best so far.
-    plan.sort(key=lambda strike: strike["point"] not in ("saving: best", "saving: linked"))
-    steps = [*learning, *EVERY_STEP, "training.max_steps=24"]
-    expected = uninterrupted(num_ranks, tmp_path / "whole", *steps)
-    for strike in plan:
-        result = interrupted(num_ranks, strike, tmp_path / "killed", *steps)
-        assert result.codes == [-signal.SIGKILL] * num_ranks, (strike, result.stderr)
-    result = interrupted(num_ranks, {}, tmp_path / "killed", *steps)
-    assert result.returncode == 0, result.stderr
-    assert ([point for _, point in struck(tmp_path / "killed")]
-            == [strike["point"] for strike in plan] and len(plan) == 20)
-    assert outcome(tmp_path / "killed" / "a") == expected
-
-
-def test_a_run_that_is_killed_and_then_stopped_equals_the_uninterrupted_one(tmp_path):
-    steps = ["training.max_steps=5", "checkpoint.every=2", "validation.every=3"]
-    expected = uninterrupted(2, tmp_path / "whole", *steps)
-    folder = tmp_path / "interrupted"
-    result = interrupted(2, {"rank": 1, "point": "learning", "passing": 3, "how": "kill all"},
-                         folder, *steps)
-    assert result.codes == [-signal.SIGKILL] * 2, result.stderr
-    # In step 5.
-    result = interrupted(2, {"rank": 0, "point": "sampling", "passing": 3, "how": "SIGTERM"},
-                         folder, *steps)
-    assert "step-000002\n" in result.stdout, result.stderr
-    assert_ended_at_once(result, folder, "SIGTERM")
-    result = interrupted(2, {}, folder, *steps)
-    assert "step-000004\n" in result.stdout and result.returncode == 0, result.stderr
-    assert outcome(folder / "a") == expected
-
-
-@pytest.mark.soak
-def test_a_run_that_torchrun_starts_again_and_that_is_then_stopped_equals_the_uninterrupted_one(
-        tmp_path):
-    """torchrun starts all ranks again when one has died, and they resume from the last checkpoint
-    without being told. torchrun's SIGTERM ends all of them."""
-    steps = ["training.max_steps=5", "checkpoint.every=2", "validation.every=3"]
-    expected = uninterrupted(2, tmp_path / "whole", *steps)
-    folder = tmp_path / "interrupted"
-    folder.mkdir()
-    strikes = [{"rank": 0, "point": "sampling", "passing": 3, "how": "kill"},  # it has saved step 2
-               {"rank": 1, "point": "learning", "passing": 1, "how": "kill"},
-               {"rank": 1, "point": "sampling", "passing": 2, "how": "SIGTERM"}]
-    result = torchrun(2, "tests/interrupted_worker.py", json.dumps(strikes), folder, *SMALL, *steps,
-                      f"run.dir={folder}", torchrun_options=["--max-restarts=2"])
-    assert time.time() - when_struck(folder) < 20  # torchrun would kill after 30
-    assert result.returncode != 0 and "/main.py\", line" not in result.stderr
-    assert len(struck(folder)) == 3 and "step-000002\n" in result.stdout, result.stderr
-    result = interrupted(2, {}, folder, *steps)
-    assert result.returncode == 0, result.stderr
-    assert outcome(folder / "a") == expected
-
-
-# ---------------------------------------------------------------- stop signals
-
-SECONDS_AT_ONCE = 5
-
-
-def when_struck(folder):
-    return float(struck(folder)[-1][0])
-
-
-def assert_ended_at_once(result, folder, how):
-    """By the signal itself. But for Ctrl-C rank 0 prints one line, and ends with 130."""
-    assert time.time() - when_struck(folder) < SECONDS_AT_ONCE
+def assert_ended_by(how, result, folder):
+    """All ranks end by the signal itself, soon. Only for Ctrl-C rank 0 prints a line."""
+    struck_at, point = (folder / "struck").read_text().splitlines()[-1].split(" ", 1)
+    assert time.time() - float(struck_at) < 20  # torchrun would kill after 30.
     codes = [-signal.Signals[how]] * len(result.codes)
-    said = []
     if how == "SIGINT":
         codes[0] = 130
-        said = [newest_saved(folder)]
+        assert f"\nstopped by Ctrl-C; {newest_saved(folder, point)}" in result.stderr
     assert result.codes == codes, result.stderr
-    assert re.findall("\nstopped by Ctrl-C; (.*)\n", result.stderr) == said, result.stderr
+    assert result.stderr.count("stopped by") == (how == "SIGINT")
     assert "Traceback" not in result.stderr
 
 
-def newest_saved(folder):
-    """What a run that was struck knows of its checkpoints."""
+def newest_saved(folder, point):
+    """What a run that was struck at this point knows of its checkpoints."""
     saved = sorted((folder / "a").glob("checkpoints/step-*"))
-    if struck(folder)[-1][1] in ("saving: renamed", "saving: synced"):
+    if point in ("saving: renamed", "saving: synced"):
         saved.pop()  # That one is not known to be on the disk.
-    if not saved:
-        return "nothing is saved yet"
-    return f"saved up to {saved[-1]}; the same command resumes from there"
+    return f"saved up to {saved[-1]};" if saved else "nothing is saved yet"
 
 
-@pytest.mark.parametrize(("how", "num_ranks"), [("SIGTERM", 1), ("SIGHUP", 2), ("SIGINT", 2)])
-def test_a_stop_signal_ends_every_process_at_once_and_the_next_start_resumes(
-        how, num_ranks, tmp_path):
-    steps = ["checkpoint.every=1", "validation.every=2", "training.max_steps=3"]
+@shares_the_run
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT"])
+def test_a_stop_signal_ends_every_rank_at_once_and_the_next_start_resumes(how, whole, tmp_path):
+    strike = {"rank": 0, "point": "sampling", "passing": 2, "how": how}  # In step 2.
+
+    stopped = interrupted(2, strike, tmp_path, *STEPS)
+    assert_ended_by(how, stopped, tmp_path)
+    result = interrupted(2, {}, tmp_path, *STEPS)
+
+    assert result.returncode == 0, result.stderr
+    assert "step-000001\n" in result.stdout
+    assert outcome(tmp_path / "a") == outcome(whole)
+
+
+SAVING_BEST = ["saving: best", "saving: linked"]
+SAVING = ["saving: tensors", "saving: written", "saving: renamed", "saving: synced",
+          "saving: removal", "saving: removed"]
+ON_ANY_RANK = ["sampling", "learning", "updated", "evaluating"]
+POINTS = [*SAVING, *ON_ANY_RANK, *ON_ANY_RANK, "sampling", "sampling", "logging", "evaluated"]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("how", "num_ranks", "learning"), [
+    ("kill all", 1, []), ("kill all", 2, [*SIL, "training.refill=2"]),
+    ("kill all", 3, ["training.shard=true"]), ("SIGINT", 2, []), ("SIGHUP", 2, SIL)], ids=str)
+def test_a_run_struck_twenty_times_equals_the_uninterrupted_one(how, num_ranks, learning, tmp_path):
+    stream = random.Random(f"{how} {num_ranks} {learning}")
+    steps = [*learning, *EVERY_STEP, "training.max_steps=24"]
     expected = uninterrupted(num_ranks, tmp_path / "whole", *steps)
-    folder = tmp_path / "stopped"
-    # Nothing is saved yet, then step 1 is.
-    for strike in ({"rank": 0, "point": "evaluating", "how": how},
-                   {"rank": 0, "point": "sampling", "passing": 2, "how": how}):
-        result = interrupted(num_ranks, strike, folder, *steps)
-        assert_ended_at_once(result, folder, how)
-    result = interrupted(num_ranks, {}, folder, *steps)
-    assert result.returncode == 0 and "step-000001\n" in result.stdout, result.stderr
-    assert outcome(folder / "a") == expected
+    # The first evaluation always is the best so far. A better one may never come.
+    for point in [*SAVING_BEST, *stream.sample(POINTS, len(POINTS))]:
+        once = point in SAVING_BEST or point.startswith("eval")
+        strike = {"point": point, "how": how, "passing": 1 if once else stream.choice([1, 2]),
+                  "rank": stream.randrange(num_ranks) if point in ON_ANY_RANK else 0}
+        result = interrupted(num_ranks, strike, tmp_path / "struck", *steps)
+        if how == "kill all":
+            assert result.codes == [-signal.SIGKILL] * num_ranks, (strike, result.stderr)
+        else:
+            assert_ended_by(how, result, tmp_path / "struck")
 
+    result = interrupted(num_ranks, {}, tmp_path / "struck", *steps)
 
-@pytest.mark.soak
-@pytest.mark.parametrize(("how", "learning"), [("SIGTERM", SIL), ("SIGHUP", []), ("SIGINT", [])],
-                         ids=["SIGTERM", "SIGHUP", "Ctrl-C"])
-def test_a_stop_signal_in_any_phase_ends_every_process_at_once_and_the_next_start_resumes(
-        how, learning, tmp_path):
-    steps = [*learning, *EVERY_STEP, "training.max_steps=16"]
-    expected = uninterrupted(2, tmp_path / "whole", *steps)
-    folder = tmp_path / "stopped"
-    points = ["sampling", "learning", "updated", "evaluating", "logging", "evaluated", *SAVING]
-    # See the test of SIGKILL.
-    points.sort(key=lambda point: point not in ("saving: best", "saving: linked"))
-    anywhere = ("sampling", "learning", "updated", "evaluating")
-    for number, point in enumerate(points):
-        strike = {"rank": number % 2 if point in anywhere else 0, "point": point, "how": how}
-        result = interrupted(2, strike, folder, *steps)
-        assert_ended_at_once(result, folder, how)
-    assert [point for _, point in struck(folder)] == points
-    result = interrupted(2, {"rank": 0, "point": "finishing", "how": how}, folder, *steps)
-    assert_ended_at_once(result, folder, how)
-    result = interrupted(2, {}, folder, *steps)
-    assert "this run has finished before" in result.stdout
-    assert json.loads(result.stdout.splitlines()[-1])["steps"] == 16
-    assert outcome(folder / "a") == expected
-
-
-@pytest.mark.soak
-def test_ctrl_c_under_torchrun_is_one_line_and_ends_all(tmp_path):
-    """torchrun hands on the signal to its ranks, which are not the terminal's."""
-    strike = {"rank": 1, "point": "learning", "passing": 2, "how": "SIGINT"}
-    result = torchrun(3, "tests/interrupted_worker.py", json.dumps([strike]), tmp_path, *SMALL,
-                      *EVERY_STEP, f"run.dir={tmp_path}")
-    assert time.time() - when_struck(tmp_path) < 20  # torchrun would kill after 30
-    assert result.returncode != 0 and "/main.py\", line" not in result.stderr
-    said, = re.findall("\nstopped by Ctrl-C; (.*)\n", result.stderr)
-    assert said == newest_saved(tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert len((tmp_path / "struck" / "struck").read_text().splitlines()) == 20
+    assert outcome(tmp_path / "struck" / "a") == expected
 
 
 def fork_and_press_ctrl_c():
@@ -248,9 +138,9 @@ def fork_and_press_ctrl_c():
     readable, writable = os.pipe()
     child = os.fork()
     if child == 0:
-        os.write(writable, b"here")  # a signal that comes sooner is lost in the fork
-        time.sleep(100)
-        os._exit(0)
+        os.write(writable, b"here")  # A signal that comes sooner is lost in the fork.
+        while True:  # A signal just before a long sleep would wait for its end.
+            time.sleep(0.01)
     os.read(readable, 4)
     os.kill(child, signal.SIGINT)
     os.waitpid(child, 0)
@@ -259,40 +149,113 @@ def fork_and_press_ctrl_c():
 
 def test_ctrl_c_is_one_line_also_where_a_reward_has_forked():
     result = ranks(1, fork_and_press_ctrl_c)
+
     assert result.returncode == 130
     assert result.stderr == "\nstopped by Ctrl-C; nothing is saved yet\n"
 
 
 # ---------------------------------------------------------------- damage
 
-def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_goes_on_to_the_same_end(
-        tmp_path, capsys):
-    assert start([*SMALL, *EVERY_STEP, "training.max_steps=3",
-                  f"run.dir={tmp_path / 'whole'}"]) == 0
-    expected = outcome(tmp_path / "whole" / "a")
-    names = sorted(path.name
-                   for path in (tmp_path / "whole" / "a" / "checkpoints" / "step-000003").iterdir())
-    assert names == ["state.json", "tensors-1.safetensors"]
+@shares_the_run
+@pytest.mark.parametrize("name", ["state.json", "tensors-1.safetensors"])
+def test_a_damaged_checkpoint_does_not_pass_for_a_whole_one(name, copied):
+    checkpoint = copied / "checkpoints" / "step-000003"
+    content = (checkpoint / name).read_bytes()
+    assert disk.read_checkpoint(checkpoint) is not None
 
-    def truncate(path):
-        path.write_bytes(path.read_bytes()[:-1])
+    for damaged in (b"", b"{}", b"[]", content[:-1], random.Random(0).randbytes(len(content))):
+        (checkpoint / name).write_bytes(damaged)
+        assert disk.read_checkpoint(checkpoint) is None
+    (checkpoint / name).unlink()
+    assert disk.read_checkpoint(checkpoint) is None
 
-    def garble(path):
-        path.write_bytes(random.Random(path.name).randbytes(path.stat().st_size))
 
-    for name in names:
-        for damage in (truncate, garble, lambda path: path.write_text("{}"),
-                       lambda path: path.write_text("[]"), lambda path: path.write_bytes(b""),
-                       lambda path: path.unlink()):
-            shutil.rmtree(tmp_path / "damaged", ignore_errors=True)
-            shutil.copytree(tmp_path / "whole" / "a", tmp_path / "damaged" / "a", symlinks=True)
-            damage(tmp_path / "damaged" / "a" / "checkpoints" / "step-000003" / name)
-            capsys.readouterr()
-            assert start([*SMALL, *EVERY_STEP, "training.max_steps=3",
-                          f"run.dir={tmp_path / 'damaged'}"]) == 0
-            said = capsys.readouterr()
-            assert ("step-000003 is damaged and is set aside" in said.out
-                    and "step-000002\n" in said.out)
-            found = outcome(tmp_path / "damaged" / "a")
-            assert any(re.fullmatch(r"damaged-\d+-step-000003", name) for name in found["files"])
-            assert without_files(found) == without_files(expected)
+@shares_the_run
+def test_a_damaged_checkpoint_is_set_aside_and_the_run_ends_the_same(whole, copied, tmp_path):
+    os.truncate(copied / "checkpoints" / "step-000003" / "tensors-1.safetensors", 99)
+
+    result = ranks(2, run_without_curves, *SMALL, *STEPS, f"run.dir={tmp_path}")
+
+    assert result.returncode == 0, result.stderr
+    assert "step-000003 is damaged" in result.stdout
+    assert "step-000002\n" in result.stdout
+    found = outcome(copied)
+    assert any(re.fullmatch(r"damaged-\d+-step-000003", name) for name in found["files"])
+    assert without_files(found) == without_files(outcome(whole))
+
+
+@shares_the_run
+@pytest.mark.parametrize("lost", ["link", "folder"])
+def test_a_best_model_that_is_gone_is_told_of_and_a_lost_link_is_found_again(
+        lost, whole, copied, tmp_path, capsys):
+    if lost == "folder":
+        shutil.rmtree((copied / "best").resolve())
+    (copied / "best").unlink()
+    (copied / "best-mine").mkdir()
+
+    assert start([*SMALL, *STEPS, *ONE_RANK, f"run.dir={tmp_path}"]) == 0
+
+    is_lost = lost == "folder"
+    assert ("best is missing" in capsys.readouterr().out) == is_lost
+    assert (json.loads((copied / "summary.json").read_text())["best"] is None) == is_lost
+    if not is_lost:
+        assert outcome(copied) == {**outcome(whole), "files": outcome(copied)["files"]}
+
+
+def test_a_users_own_folders_are_not_taken_for_ours(tmp_path):
+    for name in ("best-mine", "best-1", "best-000007", "best-000012-2", "best-000012"):
+        (tmp_path / name).mkdir()
+
+    found = [path.name for path in disk.numbered_folders(tmp_path, "best")]
+
+    assert found == ["best-000012-2", "best-000012", "best-000007"]
+
+
+# ---------------------------------------------------------------- branches and other ranks
+
+@shares_the_run
+def test_a_branch_continues_as_its_origin_did_and_leaves_it_as_it_is(whole, copied, tmp_path):
+    (copied / "checkpoints" / "step-000003" / "state.json").unlink()
+    before = sorted(copied.rglob("*"))
+    branch = [*SMALL, *STEPS, "run.name=b", f"run.resume={copied}", f"run.dir={tmp_path}"]
+
+    result = ranks(2, run_without_curves, *branch)
+
+    assert result.returncode == 0, result.stderr
+    assert f"resuming from {copied / 'checkpoints' / 'step-000002'}\n" in result.stdout
+    assert sorted(copied.rglob("*")) == before
+    branched, origin = outcome(tmp_path / "b"), outcome(whole)
+    for same in ("metrics", "samples", "tensors", "step"):
+        assert branched[same] == origin[same]
+    # Its best model is one of its own.
+    assert (tmp_path / "b" / "best").resolve().name == "best-000003"
+
+
+@shares_the_run
+def test_a_branch_resumes_from_its_own_checkpoints_and_is_evaluated_where_it_ends(
+        copied, tmp_path, capsys):
+    settings = [*SMALL, *STEPS, *ONE_RANK, "validation.every=9", "run.name=b",
+                f"run.dir={tmp_path}", f"run.resume={copied / 'checkpoints' / 'step-000002'}"]
+
+    for max_steps in (3, 4):
+        capsys.readouterr()
+        assert start([*settings, f"training.max_steps={max_steps}"]) == 0
+
+    said = capsys.readouterr().out
+    assert f"resuming from {tmp_path / 'b' / 'checkpoints' / 'step-000003'}\n" in said
+    last = read_jsonl(tmp_path / "b" / "metrics.jsonl")[-1]
+    assert (last["step"], "eval/solved" in last) == (4, True)
+
+
+@shares_the_run
+def test_another_number_of_ranks_resumes_with_the_same_batch_alone(copied, tmp_path, capsys):
+    settings = [*SMALL, *STEPS, f"run.dir={tmp_path}", "training.max_steps=4"]
+
+    assert start(settings) == 2
+    assert "training.num_samples_per_step=4 to resume" in capsys.readouterr().err
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Its handler holds the folder.
+    assert start([*settings, *ONE_RANK]) == 0
+
+    assert "ranks: 2 then, 1 now" in capsys.readouterr().out
+    steps = [entry["step"] for entry in read_jsonl(copied / "metrics.jsonl") if "reward" in entry]
+    assert steps == [1, 2, 3, 4]
