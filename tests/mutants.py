@@ -1,12 +1,12 @@
-"""Would the tests notice? Each mutant is a one-line fault in a copy of the sources, with the promise
-that it breaks. A test has to fail because of it.
+"""Would the tests notice? Each mutant is a one-line fault in a copy of the sources. The regular
+test that it names has to fail because of it.
 
     .venv/bin/python tests/mutants.py                             all mutants, one row for each
-    .venv/bin/python tests/mutants.py moment checkpoint           those with such a word in their row
+    .venv/bin/python tests/mutants.py moment checkpoint           those with such a word in them
     .venv/bin/python tests/mutants.py --tests tests/test_run.py   against these tests instead
 
-A row says after how many seconds which test has failed. Of a file, only the mutants that name it
-are tried with `--tests`, unless words choose others."""
+A row says which test has failed, and after how many seconds. With `--tests` only the mutants that
+name a test of these files are tried, unless words choose others."""
 
 import argparse
 import os
@@ -25,9 +25,20 @@ COPIED = ("main.py", "countdown.py", "logger.py", "config.yaml", "pyproject.toml
 SECONDS = 90  # A rank that waits for another one for ever has to end, too.
 
 LEARNING, FAMILY, SAMPLING = "test_learning.py", "test_family.py", "test_sampling.py"
-FIRST_STEP, LORA, RUN, RESUME = "test_first_step.py", "test_lora.py", "test_run.py", "test_resume.py"
+FIRST_STEP, LORA = "test_first_step.py", "test_lora.py"
+RUN, RESUME = "test_run.py", "test_resume.py"
 FAILURES, COUNTDOWN, CONFIG = "test_failures.py", "test_countdown.py", "test_config.py"
-LOGGER, REFILL, SHARDING = "test_logger.py", "test_refill.py", "test_sharding.py"
+LOGGER, REFILL = "test_logger.py", "test_refill.py"
+# The first tests of some files take long, so these mutants name their test.
+RANKS = f"{FAMILY}::test_the_gradient_is_the_same_on_any_number_of_ranks"
+TOTALS = f"{RUN}::test_sums_and_maxima_are_those_of_all_ranks_on_each"
+ORDER = f"{RUN}::test_the_order_of_questions_depends_on_seed_and_epoch_alone"
+SPLIT = f"{RUN}::test_no_problem_is_in_both_splits_in_whatever_order_of_its_numbers"
+ROW = f"{RUN}::test_no_reward_can_change_the_row_that_the_next_answer_is_graded_with"
+GATHERED = f"{RUN}::test_ranks_share_an_evaluation_and_gather_it_in_the_order_of_the_questions"
+BY_HAND = f"{RUN}::test_best_of_n_and_all_means_of_an_evaluation_by_hand"
+INTERVAL = f"{RUN}::test_the_interval_is_wilsons_and_never_a_point"
+SUMMARY = f"{LOGGER}::test_the_summary_tells_the_first_the_last_and_the_best_evaluation"
 
 
 class Mutant(NamedTuple):
@@ -41,7 +52,8 @@ class Mutant(NamedTuple):
 MUTANTS = [
     # ------------------------------------------------------------ the loss
     Mutant("the sign of the loss", "main.py",
-           "return -(advantages * token_log_probs", "return (advantages * token_log_probs", LEARNING),
+           "return -(advantages * token_log_probs", "return (advantages * token_log_probs",
+           LEARNING),
     Mutant("the sign of a variant's loss", "main.py",
            "return -(objective / normalizer)", "return (objective / normalizer)", FAMILY),
     Mutant("the default loss where a variant is set", "main.py",
@@ -49,7 +61,8 @@ MUTANTS = [
     Mutant("no temperature in the loss", "main.py",
            "(logits / self.temperature).log_softmax(-1)", "logits.log_softmax(-1)", LEARNING),
     Mutant("tokens shifted by one", "machinery/policy.py",
-           "completion_ids[completion_mask]", "completion_ids.roll(1, 1)[completion_mask]", LEARNING),
+           "completion_ids[completion_mask]", "completion_ids.roll(1, 1)[completion_mask]",
+           LEARNING),
     Mutant("padding learned in place of tokens", "machinery/policy.py",
            "torch.arange(time, device=device) < lengths[:, None]",
            "torch.arange(time, device=device) >= time - lengths[:, None]", LEARNING),
@@ -63,8 +76,8 @@ MUTANTS = [
            "[False] * padding + [True] * len(prompt)", "[True] * longest", LEARNING),
     Mutant("the stop token not learned", "main.py",
            "    return -(advantages * token_log_probs",
-           "    advantages[[answer.num_tokens - 1 for answer in batch][0]] = 0\n"
-           "    return -(advantages * token_log_probs", SAMPLING),
+           "    advantages[[answer.num_tokens - 1 for answer in batch][0]] = 0\n    return -("
+           "advantages * token_log_probs", SAMPLING),
     Mutant("another normalizer", "main.py",
            "normalizer = num_answers * training.max_new_gen_tokens", "normalizer = num_tokens",
            LEARNING),
@@ -72,32 +85,36 @@ MUTANTS = [
            "variant_normalizer(lengths, num_answers,", "variant_normalizer(lengths, len(batch),",
            FAMILY),
     Mutant("answers without an advantage not counted", "main.py",
-           "num_answers = len(answers) * WORLD_SIZE", 'num_answers = int(totals["learned"])', LEARNING),
+           "num_answers = len(answers) * WORLD_SIZE", 'num_answers = int(totals["learned"])',
+           LEARNING),
     Mutant("the entropy of the sampled tokens alone", "main.py",
            "entropies = -log_probs.exp().mul_(log_probs).sum(-1)", "entropies = -token_log_probs",
            LEARNING),
     # ------------------------------------------------------------ ranks and micro-batches
     Mutant("the mean over micro-batches", "main.py",
-           "(loss * WORLD_SIZE).backward()", "(loss * WORLD_SIZE / len(batches)).backward()", LEARNING),
+           "(loss * WORLD_SIZE).backward()", "(loss * WORLD_SIZE / len(batches)).backward()",
+           LEARNING),
     Mutant("the mean over ranks", "main.py",
-           "(loss * WORLD_SIZE).backward()", "loss.backward()", FAMILY),
+           "(loss * WORLD_SIZE).backward()", "loss.backward()", RANKS),
     Mutant("one rank's answers counted for those of all", "main.py",
-           "num_answers = len(answers) * WORLD_SIZE", "num_answers = len(answers)", FAMILY),
+           "num_answers = len(answers) * WORLD_SIZE", "num_answers = len(answers)", RANKS),
     Mutant("gradients shared at every micro-batch", "main.py",
            "with nullcontext() if is_last else policy.no_sync():", "with nullcontext():", LEARNING),
     Mutant("no pass of a rank without answers", "main.py",
-           "    backward_idly(policy, num_idle_passes)\n", "", FAMILY),
+           "    backward_idly(policy, num_idle_passes)\n", "", RANKS),
     Mutant("the gradient of the step before stays", "main.py",
-           "    policy.zero_grad(set_to_none=False)  # Gradients stay",
-           "    # Gradients stay", LEARNING),
+           "    policy.zero_grad(set_to_none=False)  # Gradients stay", "    # Gradients stay",
+           LEARNING),
     Mutant("micro-batches above the budget", "machinery/batches.py",
-           "(len(batch) + 1) * max(longest, length)", "len(batch) * max(longest, length)", LEARNING),
+           "(len(batch) + 1) * max(longest, length)", "len(batch) * max(longest, length)",
+           LEARNING),
     Mutant("the sum over ranks for the largest of any", "machinery/ranks.py",
-           "dist.ReduceOp.MAX", "dist.ReduceOp.SUM", RUN),
+           "dist.ReduceOp.MAX", "dist.ReduceOp.SUM", TOTALS),
     Mutant("every rank takes the same questions", "main.py",
-           "((run.step - 1) * WORLD_SIZE + RANK) * num_per_rank", "(run.step - 1) * num_per_rank", RUN),
+           "((run.step - 1) * WORLD_SIZE + RANK) * num_per_rank", "(run.step - 1) * num_per_rank",
+           ORDER),
     Mutant("every rank samples with the same random numbers", "machinery/ranks.py",
-           '{seed} {step} {RANK} {purpose}', "{seed} {step} {purpose}", SAMPLING),
+           "{seed} {step} {RANK} {purpose}", "{seed} {step} {purpose}", SAMPLING),
     # ------------------------------------------------------------ advantages and variants
     Mutant("a mean of one answer less", "main.py",
            "mean_reward = sum(rewards) / len(rewards)",
@@ -105,12 +122,14 @@ MUTANTS = [
     Mutant("equal rewards have a rounded mean", "main.py",
            "if max(rewards) == min(rewards):", "if False:", LEARNING),
     Mutant("the standard deviation of a population", "main.py",
-           "stdev(rewards) + 1e-4", "stdev(rewards) * math.sqrt(1 - 1 / len(rewards)) + 1e-4", FAMILY),
+           "stdev(rewards) + 1e-4", "stdev(rewards) * math.sqrt(1 - 1 / len(rewards)) + 1e-4",
+           FAMILY),
     Mutant("advantages over the largest reward", "main.py",
            "sum(abs(reward) for reward in rewards) / len(rewards)",
            "max(abs(reward) for reward in rewards)", FAMILY),
-    Mutant("the k worst imitated", "main.py", "reverse=True)\n    for answer in ranked",
-           "reverse=False)\n    for answer in ranked", LEARNING),
+    Mutant("the k worst imitated", "main.py",
+           "reverse=True)\n    for answer in ranked", "reverse=False)\n    for answer in ranked",
+           LEARNING),
     Mutant("answers that earned nothing imitated", "main.py",
            "1.0 if answer.reward > 0 else 0.0", "1.0", LEARNING),
     Mutant("clipping of the wrong side", "main.py",
@@ -127,14 +146,16 @@ MUTANTS = [
            "(token_log_probs - reference_log_probs).detach()",
            "(token_log_probs - reference_log_probs)", FAMILY),
     Mutant("a KL reward of the wrong sign", "main.py",
-           "advantages - training.kl_beta * kl_in", "advantages + training.kl_beta * kl_in", FAMILY),
+           "advantages - training.kl_beta * kl_in", "advantages + training.kl_beta * kl_in",
+           FAMILY),
     Mutant("the KL of the loss the other way round", "main.py",
            "log_ratio = reference_log_probs - token_log_probs",
            "log_ratio = token_log_probs - reference_log_probs", FAMILY),
     Mutant("a reference with the adapters on", "machinery/model.py",
            "        as_loaded.disable_adapters()", "        pass", LORA),
     Mutant("truncated answers learned all the same", "main.py",
-           "training.mask_truncated and answer.is_truncated", "False and answer.is_truncated", FAMILY),
+           "training.mask_truncated and answer.is_truncated", "False and answer.is_truncated",
+           FAMILY),
     Mutant("a refill that is thrown away", "main.py",
            "                groups[i] = new_group", "                pass", REFILL),
     # ------------------------------------------------------------ the update
@@ -143,7 +164,8 @@ MUTANTS = [
     Mutant("no limit to the gradient's norm", "main.py",
            "max_norm = training.max_grad_norm or math.inf", "max_norm = math.inf", LEARNING),
     Mutant("no warm-up and no decay of the learning rate", "main.py",
-           '["lr"] = learning_rate_at(run.step, training)', '["lr"] = training.learning_rate', LEARNING),
+           '["lr"] = learning_rate_at(run.step, training)', '["lr"] = training.learning_rate',
+           LEARNING),
     Mutant("a warm-up that begins a step late", "machinery/schedule.py",
            "rising = step / max", "rising = (step - 1) / max", LEARNING),
     Mutant("skipped steps in a row are never counted up", "machinery/schedule.py",
@@ -170,44 +192,45 @@ MUTANTS = [
            "            stop_ids.update(eos)", "            stop_ids.add(eos[0])", SAMPLING),
     Mutant("an answer of the full length is truncated even if it has ended", "main.py",
            "is_truncated = completion_ids[-1] not in run.stop_ids",
-           "is_truncated = len(completion_ids) == run.config.training.max_new_gen_tokens", SAMPLING),
+           "is_truncated = len(completion_ids) == run.config.training.max_new_gen_tokens",
+           SAMPLING),
     Mutant("the stop token is a part of the text", "main.py",
            "completion_ids if is_truncated else completion_ids[:-1]", "completion_ids", SAMPLING),
     Mutant("every step samples with the same random numbers", "main.py",
-           'random_stream(training.seed, run.step, "train")', 'random_stream(training.seed, 0, "train")',
-           SAMPLING),
+           'random_stream(training.seed, run.step, "train")',
+           'random_stream(training.seed, 0, "train")', SAMPLING),
     # ------------------------------------------------------------ questions and evaluation
     Mutant("every epoch in the same order", "machinery/ranks.py",
-           "{seed} epoch {epoch}", "{seed} epoch", RUN),
+           "{seed} epoch {epoch}", "{seed} epoch", ORDER),
     Mutant("validation questions are trained on", "machinery/tasks.py",
-           "for problem in problems[data.num_validation:]:", "for problem in problems:", RUN),
+           "for problem in problems[data.num_validation:]:", "for problem in problems:", SPLIT),
     Mutant("one problem in both splits, in other words", "machinery/tasks.py",
-           'row.get("problem", row["prompt"])', 'row["prompt"]', RUN),
+           'row.get("problem", row["prompt"])', 'row["prompt"]', SPLIT),
     Mutant("an evaluation of training questions", "main.py",
            "own_questions = run.validation_questions[RANK::WORLD_SIZE]",
-           "own_questions = run.training_questions[:len(run.validation_questions)][RANK::WORLD_SIZE]",
-           RUN),
+           "own_questions = run.training_questions[:len("
+           "run.validation_questions)][RANK::WORLD_SIZE]", GATHERED),
     Mutant("an evaluation in the order of another rank", "main.py",
-           "gathered[i % WORLD_SIZE][i // WORLD_SIZE]", "gathered[-1 - i % WORLD_SIZE][i // WORLD_SIZE]",
-           RUN),
+           "gathered[i % WORLD_SIZE][i // WORLD_SIZE]",
+           "gathered[-1 - i % WORLD_SIZE][i // WORLD_SIZE]", GATHERED),
     Mutant("best of n chosen by what it does not know", "machinery/evaluation.py",
-           "key=lambda answer: answer.reward)", "key=lambda answer: answer.reward_parts[task.SOLVED])",
-           RUN),
+           "key=lambda answer: answer.reward)",
+           "key=lambda answer: answer.reward_parts[task.SOLVED])", BY_HAND),
     Mutant("pass at k as if answers were put back", "machinery/evaluation.py",
            "math.comb(n - right, k) / num_choices", "(1 - right / n) ** k", LEARNING),
     Mutant("an interval as if all answers were independent", "machinery/evaluation.py",
-           "        n = min(most, max(n, mean", "        n = max(most, max(n, mean", RUN),
+           "        n = min(most, max(n, mean", "        n = max(most, max(n, mean", INTERVAL),
     Mutant("a worse model replaces the best one", "main.py",
            "    if quality > run.best:", "    if True:", RUN),
     Mutant("no evaluation after the last step", "machinery/schedule.py",
            "step % every == 0 or step == config.training.max_steps", "step % every == 0", LEARNING),
     # ------------------------------------------------------------ resuming
     Mutant("a checkpoint that forgets a moment of AdamW", "machinery/checkpoints.py",
-           "in optimizer.state[parameter].items():", "in [*optimizer.state[parameter].items()][:2]:",
-           RESUME),
+           "in optimizer.state[parameter].items():",
+           "in [*optimizer.state[parameter].items()][:2]:", RESUME),
     Mutant("a resume that repeats a step", "machinery/checkpoints.py",
-           'run.step = self.checkpoint.state["step"]', 'run.step = self.checkpoint.state["step"] - 1',
-           RESUME),
+           'run.step = self.checkpoint.state["step"]',
+           'run.step = self.checkpoint.state["step"] - 1', RESUME),
     Mutant("a resume that forgets how good the best model is", "machinery/checkpoints.py",
            'run.best = tuple(checkpoint.state["best"])', "pass", RESUME),
     Mutant("a resume on rank 0 alone", "machinery/sharding.py",
@@ -234,28 +257,32 @@ MUTANTS = [
     Mutant("a failure that reports success", "machinery/launch.py",
            "    return 1\n", "    return 0\n", FAILURES),
     Mutant("a mistake said by every rank", "machinery/ranks.py",
-           "raise SharedError(message) from cause", "raise UserError(message) from cause", RUN),
+           "raise SharedError(message) from cause", "raise UserError(message) from cause",
+           FAILURES),
     Mutant("a summary with the last evaluation for the best", "logger.py",
-           'evaluations.get(step, {"step": step}) if saved', "last if saved", LOGGER),
+           'evaluations.get(step, {"step": step}) if saved', "last if saved", SUMMARY),
     Mutant("samples of one question for those of all", "logger.py",
            '"question": i,', '"question": 0,', RUN),
     Mutant("a failed run that MLflow shows as finished", "logger.py",
            'self._end_mlflow("FAILED")', 'self._end_mlflow("FINISHED")', LOGGER),
     Mutant("metrics of rank 0 for those of all", "machinery/metrics.py",
-           "{name: total / WORLD_SIZE for name, total in totals.items()}", "dict(means)", FIRST_STEP),
+           "{name: total / WORLD_SIZE for name, total in totals.items()}", "dict(means)",
+           FIRST_STEP),
     Mutant("groups that earned nothing for those without a signal", "machinery/metrics.py",
            "min(rewards) == max(rewards)", "max(rewards) <= 0", FIRST_STEP),
     Mutant("a change that is meant only where it is rewarded", "machinery/metrics.py",
            "change * advantage > 0", "change > 0", FIRST_STEP),
     Mutant("a gap between sampler and policy that is chance", "machinery/metrics.py",
-           'abs(sums["excess"]) - 4 * math.sqrt(sums["squares"])', 'abs(sums["excess"])', FIRST_STEP),
+           'abs(sums["excess"]) - 4 * math.sqrt(sums["squares"])', 'abs(sums["excess"])',
+           FIRST_STEP),
     Mutant("advice about truncation for the opposite", "machinery/advice.py",
            'numbers["truncated"] >= 0.5', 'numbers["truncated"] < 0.5', FIRST_STEP),
     # ------------------------------------------------------------ the task and the settings
     Mutant("a number used twice", "countdown.py",
            "used == given", "set(used) == set(given)", COUNTDOWN),
-    Mutant("inexact division", "countdown.py", "values.append(left / right)",
-           "values.append(Fraction(float(left) / float(right)))", COUNTDOWN),
+    Mutant("inexact division", "countdown.py",
+           "values.append(left / right)", "values.append(Fraction(float(left) / float(right)))",
+           COUNTDOWN),
     Mutant("operators of one rank from right to left", "countdown.py",
            "PRECEDENCE[operators[-1]] >= precedence", "PRECEDENCE[operators[-1]] > precedence",
            COUNTDOWN),
@@ -268,15 +295,17 @@ MUTANTS = [
            'if "<answer>" not in text:', COUNTDOWN),
     Mutant("words behind the answer in the right format", "countdown.py",
            'rest.endswith("</answer>")', '"</answer>" in rest', COUNTDOWN),
-    Mutant("digits of other alphabets", "countdown.py", "*([0-9]+|", r"*(\d+|", COUNTDOWN),
+    Mutant("digits of other alphabets", "countdown.py",
+           "*([0-9]+|", "*(\\d+|", COUNTDOWN),
     Mutant("more rows than data.max_rows", "countdown.py",
-           "    return rows[:max_rows]\n\n\ndef _local", "    return rows\n\n\ndef _local", COUNTDOWN),
+           "    return rows[:max_rows]\n\n\ndef _local", "    return rows\n\n\ndef _local",
+           COUNTDOWN),
     Mutant("weights of the reward's parts ignored", "main.py",
            "weight * answer.reward_parts[part]", "answer.reward_parts[part]", RUN),
     Mutant("a reward that is not a number", "machinery/tasks.py",
            "if not abs(value) <= MOST:", "if abs(value) > MOST:", FAILURES),
     Mutant("a reward that changes the row of the next answer", "machinery/tasks.py",
-           "deepcopy(answer.question.row)", "answer.question.row", RUN),
+           "deepcopy(answer.question.row)", "answer.question.row", ROW),
     Mutant("a prompt without room for its answer", "machinery/tasks.py",
            "    if longest + L > context:", "    if longest > context:", FAILURES),
     Mutant("config.yaml over the user's own file", "machinery/settings.py",
@@ -327,17 +356,18 @@ def first_failure(mutant: Mutant, tests: list[str]) -> tuple[str | None, str]:
         paths = [str(folder / "tests" / test) for test in tests]
         result = ranks(1, run_tests_of, str(folder), paths, cwd=folder)
     output = result.stdout + result.stderr
-    failed = re.search(r"^(?:FAILED|ERROR) (\S*?)(test_\w+\.py\S*.*?)(?: - .*)?$", output, re.MULTILINE)
+    pattern = r"^(?:FAILED|ERROR) \S*?(test_\w+\.py\S*.*?)(?: - .*)?$"
+    failed = re.search(pattern, output, re.MULTILINE)
     if result.returncode == 0:
         return None, output
     assert result.returncode == 1 and failed, output
-    return failed[2], output
+    return failed[1], output
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*", help="only mutants with one of these in their row")
-    parser.add_argument("--tests", nargs="+", metavar="PATH", help="tests in place of the named one")
+    parser.add_argument("--tests", nargs="+", metavar="PATH", help="instead of the named test")
     options = parser.parse_args()
     chosen = []
     own_tests = [Path(test).name.split("::")[0] for test in options.tests or []]
