@@ -34,9 +34,6 @@ def make_logger(folder, capsys, is_terminal: bool = False) -> logger.Logger:
 
 # ---------------------------------------------------------------- a run and its resumption
 
-shares_the_run = pytest.mark.xdist_group("test_logger")
-
-
 def run_and_draw_often(*arguments: str):
     """For `ranks`: it says when curves are drawn."""
     def draw(log):
@@ -80,7 +77,6 @@ def mlflow_run(resumed):
     return client, run
 
 
-@shares_the_run
 def test_the_log_has_each_step_and_evaluation_once_also_of_a_resumed_run(resumed):
     evaluations = [entry["step"] for entry in resumed.metrics if "eval/solved" in entry]
     steps = [entry["step"] for entry in resumed.metrics if "reward" in entry]
@@ -91,7 +87,6 @@ def test_the_log_has_each_step_and_evaluation_once_also_of_a_resumed_run(resumed
     assert samples == 12 * [0] + 12 * [2] + 12 * [4]
 
 
-@shares_the_run
 def test_curves_are_drawn_again_while_the_run_continues(resumed):
     drawn = [line for line in resumed.lines if line.startswith("drawn")]
 
@@ -99,7 +94,6 @@ def test_curves_are_drawn_again_while_the_run_continues(resumed):
     assert (resumed.folder / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-@shares_the_run
 def test_mlflow_gets_settings_and_metrics_of_a_resumed_run_in_one_run(resumed, mlflow_run):
     client, run = mlflow_run
 
@@ -115,7 +109,6 @@ def test_mlflow_gets_settings_and_metrics_of_a_resumed_run_in_one_run(resumed, m
     assert any(name.startswith("system/") for name in run.data.metrics)
 
 
-@shares_the_run
 def test_mlflow_gets_files_and_tables_of_answers_and_the_run_says_how_to_open_it(
         resumed, mlflow_run, monkeypatch):
     client, run = mlflow_run
@@ -130,7 +123,6 @@ def test_mlflow_gets_files_and_tables_of_answers_and_the_run_says_how_to_open_it
     assert f"`mlflow ui --backend-store-uri sqlite:///{resumed.cwd / 'mlflow.db'}`" in line
 
 
-@shares_the_run
 def test_the_commands_at_the_end_show_the_run_and_ask_its_best_model(
         resumed, monkeypatch, capsys):
     monkeypatch.chdir(resumed.cwd)
@@ -144,7 +136,6 @@ def test_the_commands_at_the_end_show_the_run_and_ask_its_best_model(
     assert "my runs/a/best" in capsys.readouterr().out.splitlines()
 
 
-@shares_the_run
 def test_the_best_model_has_a_card_whose_lines_work(resumed, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(resumed.cwd)
     summary = json.loads((resumed.folder / "summary.json").read_text())

@@ -28,7 +28,6 @@ from machinery import disk, on_ctrl_c
 # In mixed precision the sampler has weights of its own, which a resumed run has to make anew.
 STEPS = [*EVERY_STEP, "model.precision=mixed"]
 ONE_RANK = ["training.num_samples_per_step=4"]  # The same batch as that of two ranks.
-shares_the_run = pytest.mark.xdist_group("test_resume")
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +45,6 @@ def copied(whole, tmp_path):
 
 # ---------------------------------------------------------------- SIGKILL and stop signals
 
-@shares_the_run
 def test_a_killed_run_equals_the_uninterrupted_one(whole, tmp_path):
     strikes = [{"rank": 0, "point": "saving: linked"},  # The best model, before step 1.
                {"rank": 1, "point": "learning"},
@@ -84,7 +82,6 @@ def newest_saved(folder, point):
     return f"saved up to {saved[-1]};" if saved else "nothing is saved yet"
 
 
-@shares_the_run
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGINT"])
 def test_a_stop_signal_ends_every_rank_at_once_and_the_next_start_resumes(how, whole, tmp_path):
     strike = {"rank": 0, "point": "sampling", "passing": 2, "how": how}  # In step 2.
@@ -156,7 +153,6 @@ def test_ctrl_c_is_one_line_also_where_a_reward_has_forked():
 
 # ---------------------------------------------------------------- damage
 
-@shares_the_run
 @pytest.mark.parametrize("name", ["state.json", "tensors-1.safetensors"])
 def test_a_damaged_checkpoint_does_not_pass_for_a_whole_one(name, copied):
     checkpoint = copied / "checkpoints" / "step-000003"
@@ -170,7 +166,6 @@ def test_a_damaged_checkpoint_does_not_pass_for_a_whole_one(name, copied):
     assert disk.read_checkpoint(checkpoint) is None
 
 
-@shares_the_run
 def test_a_damaged_checkpoint_is_set_aside_and_the_run_ends_the_same(whole, copied, tmp_path):
     os.truncate(copied / "checkpoints" / "step-000003" / "tensors-1.safetensors", 99)
 
@@ -184,7 +179,6 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_run_ends_the_same(whole, copi
     assert without_files(found) == without_files(outcome(whole))
 
 
-@shares_the_run
 @pytest.mark.parametrize("lost", ["link", "folder"])
 def test_a_best_model_that_is_gone_is_told_of_and_a_lost_link_is_found_again(
         lost, whole, copied, tmp_path, capsys):
@@ -213,7 +207,6 @@ def test_a_users_own_folders_are_not_taken_for_ours(tmp_path):
 
 # ---------------------------------------------------------------- branches and other ranks
 
-@shares_the_run
 def test_a_branch_continues_as_its_origin_did_and_leaves_it_as_it_is(whole, copied, tmp_path):
     (copied / "checkpoints" / "step-000003" / "state.json").unlink()
     before = sorted(copied.rglob("*"))
@@ -231,7 +224,6 @@ def test_a_branch_continues_as_its_origin_did_and_leaves_it_as_it_is(whole, copi
     assert (tmp_path / "b" / "best").resolve().name == "best-000003"
 
 
-@shares_the_run
 def test_a_branch_resumes_from_its_own_checkpoints_and_is_evaluated_where_it_ends(
         copied, tmp_path, capsys):
     settings = [*SMALL, *STEPS, *ONE_RANK, "validation.every=9", "run.name=b",
@@ -247,7 +239,6 @@ def test_a_branch_resumes_from_its_own_checkpoints_and_is_evaluated_where_it_end
     assert (last["step"], "eval/solved" in last) == (4, True)
 
 
-@shares_the_run
 def test_another_number_of_ranks_resumes_with_the_same_batch_alone(copied, tmp_path, capsys):
     settings = [*SMALL, *STEPS, f"run.dir={tmp_path}", "training.max_steps=4"]
 

@@ -36,9 +36,6 @@ TINY_MODEL = ROOT / "tiny" / "model"
 
 # ---------------------------------------------------------------- what a run leaves behind
 
-shares_the_run = pytest.mark.xdist_group("test_run")
-
-
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     """A run on two ranks under torchrun: its folder, and what it has said."""
@@ -48,7 +45,6 @@ def two_ranks(tmp_path_factory):
     return folder / "a", result.stdout
 
 
-@shares_the_run
 def test_every_step_and_every_evaluation_has_all_of_its_metrics(two_ranks):
     """test_readme.py compares their names with docs/numbers.md."""
     folder, _ = two_ranks
@@ -67,7 +63,6 @@ def test_every_step_and_every_evaluation_has_all_of_its_metrics(two_ranks):
     assert step["memory_gb"] > 0
 
 
-@shares_the_run
 def test_samples_hold_every_answer_graded_as_the_task_grades_it(two_ranks):
     folder, _ = two_ranks
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "best")
@@ -87,7 +82,6 @@ def test_samples_hold_every_answer_graded_as_the_task_grades_it(two_ranks):
         assert sample["completion_length"] == len(ids) + (not sample["truncated"])
 
 
-@shares_the_run
 def test_the_best_model_is_kept_and_loads_as_any_other(two_ranks):
     folder, _ = two_ranks
     summary = json.loads((folder / "summary.json").read_text())
@@ -107,7 +101,6 @@ def test_the_best_model_is_kept_and_loads_as_any_other(two_ranks):
     assert (folder / "best").resolve().name == f"best-{summary['best']['step']:06d}"
 
 
-@shares_the_run
 def test_the_resolved_settings_the_curves_and_a_summary_are_kept(two_ranks):
     folder, said = two_ranks
     entries = read_jsonl(folder / "metrics.jsonl")
@@ -122,7 +115,6 @@ def test_the_resolved_settings_the_curves_and_a_summary_are_kept(two_ranks):
     assert json.loads(said.splitlines()[-1]) == summary
 
 
-@shares_the_run
 def test_more_evaluations_and_other_micro_batches_change_no_training_metric(two_ranks, tmp_path):
     folder, _ = two_ranks
 
@@ -148,7 +140,6 @@ def learned_weights(folder):
     return {name: tensor for name, tensor in tensors.items() if "/" not in name}
 
 
-@shares_the_run
 def test_the_reward_changes_the_weights_and_one_that_is_always_the_same_does_not(
         two_ranks, tmp_path):
     original = transformers.AutoModelForCausalLM.from_pretrained(TINY_MODEL)

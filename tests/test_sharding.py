@@ -163,7 +163,6 @@ def runs(tmp_path_factory):
     return folders
 
 
-@pytest.mark.xdist_group("test_sharding")
 def test_a_sharded_run_is_the_same_run(runs):
     sharded, plain = [folder / "a" for folder in runs]
 
@@ -190,7 +189,6 @@ def restore_and_save(*arguments):
     end_process(0)
 
 
-@pytest.mark.xdist_group("test_sharding")
 def test_a_checkpoint_is_read_to_the_bit_by_any_number_of_ranks_sharded_or_not(runs, tmp_path):
     shutil.copytree(runs[0], tmp_path, symlinks=True, dirs_exist_ok=True)
     folder = tmp_path / "a" / "checkpoints"
@@ -206,7 +204,6 @@ def test_a_checkpoint_is_read_to_the_bit_by_any_number_of_ranks_sharded_or_not(r
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.xdist_group("test_sharding")
 def test_a_sharded_run_that_was_stopped_ends_as_the_uninterrupted_one(runs, tmp_path):
     settings = [*RUN, questions_per_rank(2), SHARD]
     strike = {"rank": 0, "point": "sampling", "passing": 3, "how": "SIGTERM"}
