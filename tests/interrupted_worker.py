@@ -1,7 +1,8 @@
 """main.py, struck at a point of its work.
 
-A strike says which rank strikes, at which point, at its how manyth passing, and how: "kill all"
-(SIGKILL, as when the power goes), or the name of a stop signal. Every rank gets the signal."""
+A strike names a rank, a point of its work, and which passing of that point counts. It also says
+how: "kill all" (SIGKILL, as when the power goes), or the name of a stop signal. Every rank gets the
+signal."""
 
 import os
 import shutil
