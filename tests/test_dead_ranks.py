@@ -1,11 +1,10 @@
-"""A rank that dies takes the others along within seconds, whatever they are doing."""
+"""A rank that dies takes the others along, whatever they are doing."""
 
-import ctypes
+import hashlib
 import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from conftest import SMALL, outcome, run_without_curves, uninterrupted
@@ -20,9 +19,10 @@ PLACES = {"sampling": (main, "generate"), "scoring": (main, "grade"),
           "saving": (checkpoints.RunFolder, "save"), "leaving": (launch, "leave_group")}
 
 
-def run_and_die(place, dead, asleep, folder, arguments):
+def run_and_die(place, dead, others, arguments):
     """main.py, except that one rank is killed where it enters a place in its second step, or at its
-    end. The others sleep there in C, where no error reaches them, or go on and wait for it."""
+    end. The others are "busy" there, in C code that takes minutes, or go on and are "waiting" for
+    the dead one."""
     questions, step = main.questions, 0
 
     def counted(*arguments):
@@ -36,11 +36,11 @@ def run_and_die(place, dead, asleep, folder, arguments):
 
     def struck(*arguments):
         if step == 2 and main.RANK == dead:
-            time.sleep(0.3)  # The others are there by then, or are missed no less.
-            (folder / "died").write_text(str(time.time()))
+            time.sleep(0.3)  # The others can get there. If one does not, less is tested.
             os.kill(os.getpid(), signal.SIGKILL)
-        if step == 2 and asleep:
-            ctypes.CDLL(None).sleep(100)
+        if step == 2 and others == "busy":
+            # A signal does not interrupt this. A handler in Python would run only after it.
+            hashlib.pbkdf2_hmac("sha512", b"", b"", iterations=2**31 - 1)
         return original(*arguments)
 
     setattr(module, name, struck)
@@ -51,40 +51,41 @@ def soak(*case):
     return pytest.param(*case, marks=pytest.mark.soak)
 
 
-@pytest.mark.parametrize(("place", "num_ranks", "dead", "asleep"), [
-    ("scoring", 2, 1, True), ("learning", 2, 0, False), soak("sampling", 3, 0, True),
-    soak("sampling", 4, 2, False), soak("learning", 3, 2, False), soak("evaluating", 3, 0, False),
-    soak("saving", 3, 0, False), soak("leaving", 2, 1, False)])
-def test_all_end_soon_after_one_also_where_they_sleep_in_c_or_wait_for_it(
-        place, num_ranks, dead, asleep, tmp_path):
-    shard = ["training.shard=true"] if num_ranks > 2 else []
+@pytest.mark.parametrize(("place", "num_ranks", "dead", "others", "shard"), [
+    ("scoring", 2, 1, "busy", "false"), ("learning", 2, 0, "waiting", "false"),
+    soak("sampling", 3, 0, "busy", "true"), soak("sampling", 4, 2, "waiting", "true"),
+    soak("learning", 3, 2, "waiting", "true"), soak("evaluating", 3, 0, "waiting", "true"),
+    soak("saving", 3, 0, "waiting", "true"), soak("leaving", 2, 1, "waiting", "false")])
+def test_when_a_rank_is_killed_sigterm_ends_the_others_whatever_they_do(
+        place, num_ranks, dead, others, shard, tmp_path):
+    """When one rank has died, torchrun sends SIGTERM to the others, and so does `ranks`. Nothing in
+    a rank may hold that up. `ranks` kills one that resists after SECONDS_TO_END."""
+    result = ranks(num_ranks, run_and_die, place, dead, others,
+                   [*STEPS, f"training.shard={shard}", f"run.dir={tmp_path}"])
 
-    result = ranks(num_ranks, run_and_die, place, dead, asleep, tmp_path,
-                   [*STEPS, *shard, f"run.dir={tmp_path}"])
-
-    assert time.time() - float((tmp_path / "died").read_text()) < 20
-    assert result.codes[dead] == -signal.SIGKILL
+    assert result.codes.pop(dead) == -signal.SIGKILL
+    assert -signal.SIGKILL not in result.codes  # None has resisted.
     assert 0 not in result.codes
 
 
-@pytest.mark.parametrize(("num_ranks", "dead", "shard"), [
-    (2, 1, "false"), pytest.param(4, 2, "true", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(("num_ranks", "dead", "shard"), [(2, 1, "false"), soak(4, 2, "true")])
 def test_torchrun_starts_all_again_and_the_run_ends_as_if_nothing_had_been(
         num_ranks, dead, shard, tmp_path):
     steps = [*STEPS, f"training.shard={shard}"]
     expected = uninterrupted(num_ranks, tmp_path / "whole", *steps)
 
-    # torchrun would wait so long for sleepers that heed no SIGTERM.
-    result = torchrun(num_ranks, __file__, dead, tmp_path, *steps, f"run.dir={tmp_path / 'killed'}",
-                      torchrun_options=["--max-restarts=1"], TORCH_ELASTIC_SHUTDOWN_TIMEOUT="600")
+    result = torchrun(num_ranks, __file__, dead, *steps, f"run.dir={tmp_path / 'killed'}",
+                      torchrun_options=["--max-restarts=1"])
 
     assert result.returncode == 0, result.stderr
-    assert "step-000001\n" in result.stdout  # Nothing of step 1 was lost.
-    assert outcome(tmp_path / "killed" / "a") == expected
+    run_folder = tmp_path / "killed" / "a"
+    # Step 1, which was saved before the strike, is not repeated.
+    assert f"resuming from {run_folder / 'checkpoints' / 'step-000001'}\n" in result.stdout
+    assert outcome(run_folder) == expected
 
 
 if __name__ == "__main__":
-    dead, folder, *arguments = sys.argv[1:]
+    dead, *arguments = sys.argv[1:]
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        run_and_die("scoring", int(dead), True, Path(folder), arguments)
+        run_and_die("scoring", int(dead), "busy", arguments)
     run_without_curves(*arguments)

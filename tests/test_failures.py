@@ -41,9 +41,16 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def the_only_error(said: str) -> str:
+def error_lines(said: str) -> list[str]:
+    """The lines that tell a mistake. There is at least one."""
     assert "Traceback" not in said
-    [line] = [line for line in said.splitlines() if line.startswith("error: ")]
+    lines = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert lines
+    return lines
+
+
+def the_only_error(said: str) -> str:
+    [line] = error_lines(said)
     return line
 
 
@@ -126,6 +133,7 @@ def test_a_task_without_the_right_names_and_rows_is_one_line(code, says, here, c
 
 
 def test_a_mistake_that_one_rank_meets_ends_all_with_one_line_and_leaves_no_folder(tmp_path):
+    """Here one rank lacks memory, which is a mistake too, because the user can mend it."""
     (tmp_path / "own.py").write_text(
         "import os\nfrom countdown import *\ndef load(*_):\n"
         "    if os.environ['RANK'] == '1': raise MemoryError\n"
@@ -145,27 +153,38 @@ def test_under_torchrun_a_mistake_is_said_once_and_again_in_torchruns_report(tmp
     lines = result.stderr.splitlines()
     assert sum(line.startswith("error: training.learning_rat=1") for line in lines) == 1
     assert result.stderr.count("traceback : error: training.learning_rat=1") == 2
-    assert result.stderr.count("exitcode  : 2") == result.stderr.count("exitcode  : ") == 2
+    assert result.stderr.count("exitcode  : ") == 2  # of two ranks
+    assert result.stderr.count("exitcode  : 2") == 2
 
 
 # ---------------------------------------------------------------- the folder of a run
 
-def test_what_may_change_is_told_and_what_makes_another_experiment_is_refused_by_key(
-        tmp_path, capsys):
+def test_a_run_that_is_started_again_tells_what_has_changed_since(tmp_path, capsys):
     settings = [*TINY, f"run.dir={tmp_path}"]
     assert start([*settings, "training.max_steps=1"]) == 0
 
     assert start([*settings, "training.max_steps=1"]) == 0
     assert "this run has finished before" in capsys.readouterr().out
+
     assert start([*settings, "training.max_steps=2", "validation.every=3"]) == 0
     said = capsys.readouterr().out
     for change in ("training.max_steps: 1 -> 2", "validation.every: 10 -> 3"):
         assert f"changed since the checkpoint: {change}\n" in said
+    assert [step["step"] for step in training_steps(tmp_path / "a")] == [1, 2]
+
+
+def test_another_experiment_in_the_same_folder_is_refused_with_the_keys_that_differ(
+        tmp_path, capsys):
+    settings = [*TINY, f"run.dir={tmp_path}"]
+    assert start([*settings, "training.max_steps=1"]) == 0
+    before = outcome(tmp_path / "a")
+
     assert start([*settings, "training.seed=1", "model.precision=bfloat16"]) == 2
+
     line = the_only_error(capsys.readouterr().err)
     assert "(model.precision: float32 -> bfloat16; training.seed: 0 -> 1)" in line
     assert "set run.name" in line
-    assert [step["step"] for step in training_steps(tmp_path / "a")] == [1, 2]
+    assert outcome(tmp_path / "a") == before
 
 
 def test_a_second_run_in_the_same_folder_is_refused_while_the_first_lives(tmp_path, capsys):
@@ -175,11 +194,16 @@ def test_a_second_run_in_the_same_folder_is_refused_while_the_first_lives(tmp_pa
     assert start([*TINY, f"run.dir={tmp_path}"]) == 2
     line = the_only_error(capsys.readouterr().err)
     assert f"{tmp_path / 'a'} is in use by process {os.getpid()}" in line
+
     lock.close()
     assert start([*TINY, "training.max_steps=0", f"run.dir={tmp_path}"]) == 0
 
 
 # ---------------------------------------------------------------- memory and disk
+
+# Learning from all 256 answers of a rank at once takes more than ten times as much.
+BYTES_LEFT = 60_000_000
+
 
 def short_of_memory(*arguments):
     """main.py, except that rank 1 has hardly any memory left when it learns."""
@@ -188,7 +212,7 @@ def short_of_memory(*arguments):
     def with_little_memory(*arguments):
         if main.RANK == 1:
             used = int(Path("/proc/self/statm").read_text().split()[0])
-            limit = used * os.sysconf("SC_PAGE_SIZE") + 60_000_000
+            limit = used * os.sysconf("SC_PAGE_SIZE") + BYTES_LEFT
             resource.setrlimit(resource.RLIMIT_AS, (limit, -1))
         return policy_gradient(*arguments)
 
@@ -197,14 +221,15 @@ def short_of_memory(*arguments):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the address space in use")
-def test_running_out_of_memory_ends_with_the_key_to_lower_on_whichever_rank_it_happens(tmp_path):
+def test_running_out_of_memory_on_one_rank_ends_all_with_the_key_to_lower(tmp_path):
     result = ranks(2, short_of_memory, *SMALL, f"run.dir={tmp_path}", "validation.best_of_n=1",
                    "training.num_samples_per_step=16", "training.k_best_of_n=[16,16]",
-                   "training.tokens_per_micro_batch=100000")
+                   "training.tokens_per_micro_batch=100000")  # more than 256 answers have
 
     line = the_only_error(result.stderr)
     assert "out of memory in phase learn: lower training.tokens_per_micro_batch (100000)" in line
     assert result.codes[1] == 2
+    assert result.codes[0] != 0  # It waits for rank 1. SIGTERM ends it, or an error of gloo.
 
 
 def with_small_files(limit, *arguments):
@@ -217,8 +242,10 @@ def test_a_disk_that_takes_no_more_is_one_line_and_the_former_checkpoints_stay(t
     assert start([*settings, "training.max_steps=2"]) == 0
     before = outcome(tmp_path / "a")
 
-    # More bytes than metrics and samples need, and less than a checkpoint.
-    result = ranks(1, with_small_files, 8 * 2**20, *settings, "training.max_steps=4")
+    # A limit on the size of a file stands for a full disk. The weights in best/, 5.5 MB, still fit.
+    # A checkpoint, which has two moments of each weight too, does not.
+    limit = 8_000_000
+    result = ranks(1, with_small_files, limit, *settings, "training.max_steps=4")
 
     assert result.returncode == 2
     assert f"{tmp_path / 'a'} cannot be written to" in the_only_error(result.stderr)
@@ -229,78 +256,94 @@ def test_a_disk_that_takes_no_more_is_one_line_and_the_former_checkpoints_stay(t
 
 # ---------------------------------------------------------------- tasks that fail
 
+# Countdown, but on one rank {how} is called at the nth passing of a place.
 TASK = """
-import os, sys
+import collections, os, sys
 import countdown
 from countdown import *
 
-calls = 0
+passed = collections.Counter()
 
-def leave(place):
-    global calls
-    calls += 1
-    if place == {place!r} and int(os.environ.get("RANK", 0)) >= {rank} and calls > {calls}:
+def at(place):
+    passed[place] += 1
+    if (place, passed[place], os.environ.get("RANK", "0")) == ({place!r}, {nth}, "{rank}"):
         {how}
 
-leave("import")
+at("import")
 
 def load(*arguments):
-    leave("load")
+    at("load")
     return countdown.load(*arguments)
 
 def reward_function(completion, row):
-    leave("reward")
+    at("reward")
     return countdown.reward_function(completion, row)
 """
+LINE_OF_HOW = 1 + TASK.splitlines().index("        {how}")
 
 
-@pytest.mark.parametrize(("place", "how"), [
-    ("import", "sys.exit(0)"), ("load", "raise RuntimeError('mine')"),
-    ("reward", "raise KeyboardInterrupt"), ("reward", "raise OSError(5, 'mine')")])
+@pytest.mark.parametrize(("place", "how", "shows_completion"), [
+    ("import", "sys.exit(0)", False),
+    ("load", "raise RuntimeError('mine')", False),
+    ("reward", "raise KeyboardInterrupt", False),  # Only an Exception gets a note.
+    ("reward", "raise OSError(5, 'mine')", True)])
 def test_a_task_that_leaves_or_fails_is_shown_with_its_line_and_is_no_success(
-        place, how, here, capsys):
-    (here / "own.py").write_text(TASK.format(place=place, how=how, rank=0, calls=0))
+        place, how, shows_completion, here, capsys):
+    (here / "own.py").write_text(TASK.format(place=place, nth=1, rank=0, how=how))
 
     assert start([*TINY, "task.name=own.py", "run.dir=."]) == 1
 
     said = capsys.readouterr().err
     assert said.count("Traceback") == 1
-    assert 'own.py", line 12, in leave\n' in said
+    assert f'own.py", line {LINE_OF_HOW}, in at\n' in said
     assert "cannot be written" not in said  # An OSError of a task is none of the run's folder.
-    assert ("The completion was" in said) == ("OSError" in how)
+    assert ("The completion was" in said) == shows_completion
     assert not (here / "a" / "summary.json").exists()
 
 
-@pytest.mark.parametrize(("place", "calls", "how"), [
-    ("load", 0, "sys.exit(0)"), ("reward", 28, "os.abort()")], ids=["reading", "in C"])
+@pytest.mark.parametrize(("place", "nth", "how", "num_tracebacks", "saved"), [
+    pytest.param("load", 1, "sys.exit(0)", 1, [], id="reading"),
+    # In step 3. A rank grades 6 answers in the evaluation before step 1, and 8 in each step.
+    pytest.param("reward", 6 + 8 + 8 + 1, "os.abort()", 0, ["step-000001", "step-000002"],
+                 id="in C")])
 def test_one_rank_that_leaves_takes_all_along_and_what_was_saved_is_kept(
-        place, calls, how, tmp_path):
-    (tmp_path / "own.py").write_text(TASK.format(place=place, how=how, rank=1, calls=calls))
+        place, nth, how, num_tracebacks, saved, tmp_path):
+    (tmp_path / "own.py").write_text(TASK.format(place=place, nth=nth, rank=1, how=how))
 
     result = ranks(2, run_without_curves, *TINY, f"task.name={tmp_path / 'own.py'}",
                    f"run.dir={tmp_path}", "training.max_steps=9")
 
     assert 0 not in result.codes
-    assert 'own.py", line 12' in result.stderr
-    assert result.stderr.count("Traceback") == (how == "sys.exit(0)")
+    assert f'own.py", line {LINE_OF_HOW}' in result.stderr  # After abort() faulthandler shows it.
+    assert result.stderr.count("Traceback") == num_tracebacks
     assert not (tmp_path / "a" / "summary.json").exists()
-    saved = list((tmp_path / "a").glob("checkpoints/step-*"))
-    assert len(saved) == (2 if calls else 0)
+    checkpoints_left = (tmp_path / "a").glob("checkpoints/*")
+    assert sorted(path.name for path in checkpoints_left) == saved
 
 
-@pytest.mark.parametrize(("parts", "error"), [
-    ({"format": 0.5}, TypeError), ({"format": math.nan, "answer": 0}, TypeError),
-    ({"format": 1e300, "answer": 0}, TypeError), ({"format": "a", "answer": 0}, TypeError),
-    (1.0, TypeError), ({"format": -3, "answer": 1.001}, ValueError),
-    ({"format": 0, "answer": -1}, ValueError)], ids=str)
-def test_a_reward_out_of_range_or_not_a_number_is_an_error(parts, error):
+def error_of_grading(parts, kind: type[Exception]) -> Exception:
+    """The error that `grade` raises where the reward function returns these parts."""
     task = main.load_task(make_config())
     task.reward_function = lambda completion, row: parts
-
-    with pytest.raises(error, match="reward_function returned") as raised:
+    with pytest.raises(kind, match="reward_function returned") as raised:
         main.grade(task, main.Trajectory(main.Question({}, []), [0], "said", False))
+    return raised.value
 
-    assert "'said'" in raised.value.__notes__[0]
+
+@pytest.mark.parametrize("parts", [
+    {"format": 0.5}, {"format": math.nan, "answer": 0}, {"format": 1e300, "answer": 0},
+    {"format": "a", "answer": 0}, 1.0], ids=str)
+def test_a_reward_without_a_number_up_to_1e9_for_each_part_is_a_type_error(parts):
+    error = error_of_grading(parts, TypeError)
+    assert "'said'" in error.__notes__[0]
+
+
+@pytest.mark.parametrize("parts", [
+    {"format": -3, "answer": 1.001}, {"format": 0, "answer": -1}], ids=str)
+def test_a_reward_that_says_solved_with_a_number_outside_0_to_1_is_a_value_error(parts):
+    """SOLVED of Countdown is "answer". Other parts may be any number."""
+    error = error_of_grading(parts, ValueError)
+    assert "'said'" in error.__notes__[0]
 
 
 # ---------------------------------------------------------------- numbers that are not finite
@@ -327,7 +370,8 @@ def with_one_bad_rank(folder, *arguments):
 
 def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all_and_five_end_the_run(tmp_path):
     result = ranks(2, with_one_bad_rank, tmp_path, *SMALL, f"run.dir={tmp_path}",
-                   "training.num_samples_per_step=4", "training.max_steps=20")
+                   "training.num_samples_per_step=4",  # So there is a signal in steps 1 and 3.
+                   "training.max_steps=20")
 
     assert result.codes == [2, 2], result.stderr
     assert "up to step 8: lower training.learning_rate" in the_only_error(result.stderr)
@@ -341,6 +385,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all_and_five_en
     assert (tmp_path / "weights-0").read_bytes() == (tmp_path / "weights-1").read_bytes()
 
 
+# Who notices after the step: the check in `save`, or else the sampling of the next step.
 @pytest.mark.parametrize("every", [1, 100], ids=["as it is saved", "as it is sampled from"])
 def test_weights_out_of_range_end_in_one_line_and_are_never_saved(
         every, tmp_path, monkeypatch, capsys):
@@ -366,35 +411,57 @@ def test_a_slow_rank_is_waited_for_longer_than_the_libraries_do(monkeypatch):
 
     ranks_of_machinery.join()
 
-    assert asked["timeout"] > timedelta(minutes=30)
+    timeout_of_gloo = timedelta(minutes=30)  # nccl's is 10 minutes.
+    assert asked["timeout"] > timeout_of_gloo
 
 
-def meet_too_few(*arguments):
+def meet_for_a_second(*arguments):
     ranks_of_machinery.TIME_TO_MEET = timedelta(seconds=1)
-    os.environ["WORLD_SIZE"] = "3"
-    ranks_of_machinery.WORLD_SIZE = 3
     run_main(*arguments)
 
 
 def test_a_rank_that_never_comes_ends_the_others_with_one_line():
-    result = ranks(2, meet_too_few, *TINY)
+    result = ranks(2, meet_for_a_second, *TINY, WORLD_SIZE="3")
 
-    assert result.codes[0] == 2
-    assert "the ranks cannot reach each other" in the_only_error(result.stderr)
+    assert result.returncode == 2
+    # Each rank has this error. What one says ends the other, which may have said it too by then.
+    assert 0 not in result.codes
+    for line in error_lines(result.stderr):
+        assert "the ranks cannot reach each other" in line
+
+
+def test_after_a_restart_the_ranks_find_no_address_from_before(monkeypatch):
+    torchruns_store = torch.distributed.HashStore()
+    monkeypatch.setattr(
+        torch.distributed, "rendezvous", lambda *_, **__: iter([(torchruns_store, 0, 1)]))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    for restart in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
+
+        store = ranks_of_machinery.meet()
+
+        assert not store.check(["address"])
+        store.set("address", "")
 
 
 def test_restarts_on_several_machines_ask_for_a_store_of_their_own():
+    """In torchrun's own store the new ranks could find the addresses of the dead ones. Machines
+    may have counted different numbers of restarts."""
     result = ranks(2, run_main, *TINY, GROUP_WORLD_SIZE="2", TORCHELASTIC_MAX_RESTARTS="3")
 
     assert result.returncode == 2
-    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in the_only_error(result.stderr)
+    for line in error_lines(result.stderr):  # Each rank has it, as above.
+        assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in line
 
 
 # ---------------------------------------------------------------- secrets
 
 def test_nothing_of_the_environment_is_written_or_said(tmp_path):
+    """Neither the password of MLflow, which is used, nor the environment as a whole."""
     secret = "hunter2-hunter2"
 
+    # Nobody listens on port 9, so MLflow has an error to tell.
     result = ranks(1, run_without_curves, *TINY, f"run.dir={tmp_path}", "logging.mlflow=true",
                    HF_TOKEN=secret, SOME_PASSWORD=secret, MLFLOW_TRACKING_PASSWORD=secret,
                    MLFLOW_TRACKING_URI=f"http://me:{secret}@127.0.0.1:9")

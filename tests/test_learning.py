@@ -11,6 +11,7 @@ import torch
 from conftest import (
     ARCHITECTURES,
     BOUND,
+    PROMPTS,
     TEMPERATURE,
     VOCABULARY,
     gradient,
@@ -23,6 +24,7 @@ from conftest import (
     make_trajectories,
     plain_logprobs,
     relative_error,
+    sample,
 )
 
 import main
@@ -82,6 +84,17 @@ def test_gradient_checkpointing_does_not_change_the_gradient(one_rank):
     learn(model, make_pairs())
 
     assert relative_error(gradient(model), expected) < BOUND[torch.float64]
+
+
+def test_learning_puts_the_model_back_into_train_mode_after_sampling(one_rank):
+    """In eval mode gradient checkpointing has no effect."""
+    model = make_model()
+    sample(model, PROMPTS, 1)
+    assert not model.training
+
+    main.policy_gradient(make_policy(model, learning_config()), make_trajectories())
+
+    assert all(module.training for module in model.modules())
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -4,11 +4,11 @@ right stop."""
 import functools
 from types import SimpleNamespace
 
-import conftest
 import pytest
 import torch
 from conftest import (
     ARCHITECTURES,
+    BOUND,
     PROMPTS,
     SILENT_LOG,
     VOCABULARY,
@@ -16,8 +16,8 @@ from conftest import (
     gradient,
     learning_config,
     make_config,
+    make_model,
     make_policy,
-    make_trajectories,
     plain_loss,
     relative_error,
     sample,
@@ -32,9 +32,9 @@ from machinery import sampling
 from machinery.prompts import CACHE_ROOM
 from machinery.tasks import Questions, encode_prompt
 
-pytestmark = pytest.mark.mathematics
-make_model = functools.partial(conftest.make_model, spread=0.25)  # with clear choices
-NO_TOKEN = 1000
+mathematics = pytest.mark.mathematics
+make_clear_model = functools.partial(make_model, spread=0.25)  # It has clear choices.
+NO_TOKEN = 1000  # No model here has it. As the stop token it lets no answer end.
 
 
 # ---------------------------------------------------------------- the distribution
@@ -53,9 +53,10 @@ def probabilities_of_pairs(model, temperature: float) -> torch.Tensor:
     return pairs
 
 
+@mathematics
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_samples_follow_the_models_softmax_whatever_its_generation_config_says(temperature):
-    model = make_model()
+    model = make_clear_model()
     # A repetition penalty, for example, would show in the second token.
     own = {"do_sample": True, "temperature": 0.3, "top_k": 1, "top_p": 0.5, "min_p": 0.3,
            "typical_p": 0.5, "repetition_penalty": 2.0, "no_repeat_ngram_size": 1}
@@ -77,7 +78,8 @@ def test_samples_follow_the_models_softmax_whatever_its_generation_config_says(t
     statistic = ((observed - expected) ** 2 / expected).sum()
     freedom = len(expected) - 1
     assert freedom > 20
-    assert statistic < freedom + 4 * (2 * freedom) ** 0.5
+    standard_deviation = (2 * freedom) ** 0.5  # of chi-squared, whose mean is `freedom`
+    assert statistic < freedom + 4 * standard_deviation
     assert model.generation_config.temperature == 0.3  # It will be saved with the model.
 
 
@@ -126,24 +128,29 @@ def greedy_samples(model, prompts, stop, max_rows=100, length=40) -> list[list[i
 
 
 def token_in_some(answers: list[list[int]]) -> int:
-    """A token that some answers have, and others have not."""
+    """A token that one answer has early, but not at once, and some other has not at all. As the
+    stop token it lets the one leave while the other goes on."""
     for answer in answers:
         for token in answer[3:12]:
             if not all(token in other for other in answers):
                 return token
+    raise AssertionError("all answers have the same tokens there")
 
 
 SLICES = [(name, 5) for name in ARCHITECTURES]
 SLICES.append(("qwen2", CACHE_ROOM + 4))  # more tokens than the cache has room for
 
 
+@mathematics
 @pytest.mark.parametrize(("architecture", "tokens_per_slice"), SLICES)
 def test_prefix_sharing_padding_and_leaving_early_change_no_token(
         architecture, tokens_per_slice, monkeypatch):
     monkeypatch.setattr(sampling, "TOKENS_PER_SLICE", tokens_per_slice)
-    model = make_model(architecture)
+    model = make_clear_model(architecture)
+    # The model's own stop token would end answers too.
     model.generation_config.eos_token_id = model.config.eos_token_id = None
-    prompts = [*PROMPTS, *([token] * 3 for token in range(18, 24))]
+    more_prompts = [[token] * 3 for token in range(18, VOCABULARY)]  # for more different lengths
+    prompts = PROMPTS + more_prompts
     endless = greedy_samples(model, prompts, NO_TOKEN)
     stop = token_in_some(endless)
     expected = []
@@ -158,10 +165,11 @@ def test_prefix_sharing_padding_and_leaving_early_change_no_token(
     assert greedy_samples(model, [[5]], stop) == [greedy(model, [5], 40, stop)] * 3
 
 
+@mathematics
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_each_call_samples_from_the_weights_as_they_are_and_leaves_the_model_as_it_was(
-        checkpointing, one_rank):
-    model = make_model().train()
+def test_each_call_samples_from_the_weights_as_they_are_and_leaves_the_generation_config(
+        checkpointing):
+    model = make_clear_model().train()  # as after a step of learning
     if checkpointing:
         model.activation_checkpointing_enable()
     settings = model.generation_config.to_dict()
@@ -177,52 +185,73 @@ def test_each_call_samples_from_the_weights_as_they_are_and_leaves_the_model_as_
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
     assert answers[0] != answers[1]
     assert model.generation_config.to_dict() == settings
-    assert model.config._attn_implementation == "sdpa"
-    main.policy_gradient(make_policy(model, learning_config()), make_trajectories())
-    # In another mode gradient checkpointing has no effect.
-    assert all(module.training for module in model.modules())
 
 
 # ---------------------------------------------------------------- stop tokens
 
-def test_sampling_stops_at_any_of_the_models_stop_tokens_and_keeps_the_one_sampled():
-    model = make_model()
+STOPS = {0, 3, 4, 5}  # 0 is in the model's config, 3 and 4 in its generation config
+
+
+def answers_that_any_stop_may_end() -> list:
+    """Answers of at most six tokens, by a model that has all of STOPS."""
+    model = make_clear_model()
     model.generation_config.eos_token_id = [3, 4]
-    stops = {0, 3, 4, 5}  # 0 comes from the model's config, and 5 from the tokenizer.
+    tokenizers_own = 5
+    return sample(model, PROMPTS, 200, eos=tokenizers_own, training__max_new_gen_tokens=6)
 
-    answers = sample(model, PROMPTS, 200, eos=5, training__max_new_gen_tokens=6)
 
-    ended = [answer for answer in answers if not answer.is_truncated]
-    assert {answer.completion_ids[-1] for answer in ended} == stops
-    assert max(answer.num_tokens for answer in ended) == 6  # The last place.
+@mathematics
+def test_an_answer_ends_with_the_first_of_any_of_the_models_stop_tokens():
+    answers = answers_that_any_stop_may_end()
+
+    last_ids = {answer.completion_ids[-1] for answer in answers}
+    assert STOPS < last_ids  # Truncated answers end with other tokens.
     for answer in answers:
-        *others, last = answer.completion_ids
-        assert not stops & set(others)
-        assert answer.is_truncated == (last not in stops)
-        assert not answer.is_truncated or answer.num_tokens == 6
-        shown = answer.completion_ids if answer.is_truncated else others
-        assert answer.completion == " ".join(map(str, shown))
+        assert not STOPS & set(answer.completion_ids[:-1])
 
 
+@mathematics
+def test_an_answer_is_truncated_if_it_has_all_its_tokens_and_no_stop_token():
+    answers = answers_that_any_stop_may_end()
+
+    for answer in answers:
+        ends_with_stop = answer.completion_ids[-1] in STOPS
+        assert answer.is_truncated == (not ends_with_stop)
+        assert ends_with_stop or answer.num_tokens == 6
+    ended = [answer for answer in answers if not answer.is_truncated]
+    assert max(answer.num_tokens for answer in ended) == 6  # with the stop token in the last place
+
+
+@mathematics
+def test_the_text_of_an_answer_leaves_out_its_stop_token():
+    for answer in answers_that_any_stop_may_end():
+        text_ids = [token for token in answer.completion_ids if token not in STOPS]
+        assert answer.completion == " ".join(map(str, text_ids))
+
+
+@mathematics
 def test_the_stop_token_is_learned_and_padding_is_not_where_both_are_one_id(one_rank):
     """The stop token is 0 here, and the learner pads with 0 too."""
-    model = conftest.make_model("gpt2", torch.float64, spread=0.25)
-    answers = sample(model, PROMPTS, 8, eos=0, training__max_new_gen_tokens=30)
+    max_tokens = 30
+    model = make_clear_model("gpt2", torch.float64)
+    answers = sample(model, PROMPTS, 8, eos=0, training__max_new_gen_tokens=max_tokens)
     assert len({answer.num_tokens for answer in answers}) > 3
-    for i, answer in enumerate(answers):
-        answer.advantage = 0.0 if answer.is_truncated else 1.0 + i % 3
-    reference = make_model("gpt2", torch.float64)
-    plain_loss(reference, answers, 24, 30, 1.0).backward()
+    for answer in answers:
+        # Nothing is learned from truncated answers, which have no stop token.
+        answer.advantage = 0.0 if answer.is_truncated else 1.0
+    reference = make_clear_model("gpt2", torch.float64)
+    plain_loss(reference, answers, B=len(answers), L=max_tokens, temperature=1.0).backward()
 
-    config = learning_config(training__max_new_gen_tokens=30, sampling__temperature=1.0)
+    config = learning_config(training__max_new_gen_tokens=max_tokens, sampling__temperature=1.0)
     main.policy_gradient(make_policy(model, config), answers)
 
-    assert relative_error(gradient(model), gradient(reference)) < 1e-11
+    assert relative_error(gradient(model), gradient(reference)) < BOUND[torch.float64]
 
 
 # ---------------------------------------------------------------- prompts
 
 def test_a_prompt_is_encoded_when_it_is_first_asked_for_and_then_kept():
+    """Otherwise a run with a large data set would start late."""
     encoded = []
 
     def encode(row):
@@ -233,31 +262,39 @@ def test_a_prompt_is_encoded_when_it_is_first_asked_for_and_then_kept():
 
     assert encoded == []
     assert [question.prompt_ids for question in questions[1::3]] == [[1], [4]]
-    assert questions[4] is questions[4] and questions[4].row is questions.rows[4]
+    assert questions[4] is questions[4]
+    assert questions[4].row is questions.rows[4]
     assert encoded == [1, 4]
     assert [question.row["number"] for question in questions] == [0, 1, 2, 3, 4, 5]
 
 
-def test_the_chat_style_puts_the_same_question_through_the_template():
+TEMPLATE = ("{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
+            "{% if add_generation_prompt %}OPENING{% endif %}")
+
+
+@pytest.mark.parametrize(("opening", "end"), [
+    ("[assistant]", "[assistant]<think>"), ("[assistant]<think>\n", "[assistant]<think>\n")],
+    ids=["the template does not open the thinking", "it does"])
+def test_the_chat_style_puts_the_same_question_through_the_template_and_opens_the_thinking_once(
+        opening, end):
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny" / "model")
     task = main.load_task(make_config())
     row = {"prompt": task.generate_prompt([3, 7, 25], 88)}
     base = tokenizer.decode(encode_prompt(row, task, tokenizer, make_config()))
-    tokenizer.chat_template = (
-        "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
-        "{% if add_generation_prompt %}[assistant]{% endif %}")
+    tokenizer.chat_template = TEMPLATE.replace("OPENING", opening)
 
     in_chat = make_config(data__prompt_style="chat")
     chat = tokenizer.decode(encode_prompt(row, task, tokenizer, in_chat))
 
-    assert base == row["prompt"] and base.endswith("<think>")
+    assert base == row["prompt"]
+    assert base.endswith("<think>")
     question = base.removesuffix("<think>").strip()
-    assert chat == f"[system]{task.SYSTEM_MESSAGE}\n[user]{question}\n[assistant]<think>"
+    assert chat == f"[system]{task.SYSTEM_MESSAGE}\n[user]{question}\n{end}"
 
 
 def test_the_bar_of_sampling_ends_at_its_total():
     """Also where some answers are truncated, and where they are sampled in several calls."""
-    run = sampling_run(make_model(), training__max_new_gen_tokens=3, sampling__max_rows=10)
+    run = sampling_run(make_clear_model(), training__max_new_gen_tokens=3, sampling__max_rows=10)
     done = []
     run.log = SimpleNamespace(advance=done.append)
 
