@@ -46,6 +46,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from logger import Logger
 from machinery.batches import backward_idly, batches_in_step, store_in_answers
 from machinery.card import model_card
+from machinery.check import check_model
 from machinery.checkpoints import RunFolder
 from machinery.evaluation import evaluation_metrics
 from machinery.launch import launch
@@ -245,7 +246,6 @@ class Policy(nn.Module):
         self.temperature = config.sampling.temperature
         self.use_autocast = config.model.precision == "mixed"
         self.one_pass = one_pass  # for sharded weights, which every pass has to gather
-        self.vocabulary_size = model.config.get_text_config().vocab_size
 
     def forward(self, answers: list[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns two tensors of shape (tokens,), one answer after the other: the log-probability
@@ -256,7 +256,7 @@ class Policy(nn.Module):
                 self.model, answers, self.one_pass)
             # Logits take a lot of memory. So they are computed for one chunk of tokens at a time,
             # and once more in the backward pass.
-            return compute_in_chunks(self.log_probs_of_chunk, states, tokens, self.vocabulary_size)
+            return compute_in_chunks(self.log_probs_of_chunk, states, tokens, self.model)
 
     def log_probs_of_chunk(
         self, states: torch.Tensor, tokens: torch.Tensor
@@ -444,8 +444,7 @@ def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
         model, tokenizer = load_model(config)
         stop_ids = find_stop_ids(model, tokenizer)
         training_questions, validation_questions = load_questions(task, tokenizer, config)
-        all_rows = training_questions.rows + validation_questions.rows
-        check_prompt_lengths(all_rows, model, task, tokenizer, config)
+        check_prompt_lengths([training_questions, validation_questions], model, tokenizer, config)
         sampler = make_sampler(model, config)
         reference = make_reference(Policy, model, config) if training.kl_beta else None
         policy = Policy(model, config, one_pass=training.shard)
@@ -462,6 +461,7 @@ def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
             config, folder, log, task, tokenizer, stop_ids, training_questions,
             validation_questions, model, sampler, policy, reference, optimizer,
             step=0, best=(-math.inf, -math.inf), last_evaluation=None)
+        check_model(run)  # Policy and sampler do as the model by itself, or the run ends here.
         folder.restore(run)
         refresh_sampler(sampler, model)
     return run

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 import main
 from machinery.launch import end_process
-from machinery.model import add_adapters
+from machinery.model import add_adapters, make_masters
 from machinery.ranks import DEVICE, RANK, join, leave_group
 from machinery.settings import ROOT, load_config
 
@@ -86,6 +86,8 @@ def model_of_shape(shape: str):
             model = transformers.AutoModelForCausalLM.from_config(model_config, dtype=dtype)
             if config.model.lora_rank:
                 add_adapters(model, config)
+            if config.model.precision == "mixed":
+                make_masters(model)
         if config.model.gradient_checkpointing:
             model.activation_checkpointing_enable()
         return model, tokenizer

@@ -24,7 +24,7 @@ import harness
 from harness import DEVICE, LiveBytes, main, say, torch, transformers
 
 from machinery.disk import beside_main
-from machinery.model import add_adapters
+from machinery.model import add_adapters, make_masters
 from machinery.policy import ANSWERS_PER_PASS, LOGITS_PER_CHUNK
 from machinery.prompts import CACHE_ROOM
 from machinery.settings import load_config
@@ -59,6 +59,8 @@ def small_model(config, model_config, layers: int):
         type(model_config).from_dict(settings), dtype=dtype)
     if config.model.lora_rank:
         add_adapters(model, config)
+    if config.model.precision == "mixed":
+        make_masters(model)
     if config.model.gradient_checkpointing:
         model.activation_checkpointing_enable()
     return model.train()
@@ -211,6 +213,8 @@ def estimate(config, model_config, prompt: int, ranks: int = 1) -> dict[str, dic
         model = transformers.AutoModelForCausalLM.from_config(model_config)
         if config.model.lora_rank:
             add_adapters(model, config)
+        if config.model.precision == "mixed":
+            make_masters(model)
     learning = learning_weights(model)
     frozen = sum(map(torch.numel, model.parameters())) - learning
     width = WEIGHT_BYTES[config.model.precision]

@@ -3,7 +3,7 @@
 import copy
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from machinery.batches import DUMMY_ANSWER
 from machinery.disk import beside_main
 from machinery.errors import UserError, as_user_error
-from machinery.policy import HALF_PRECISION
-from machinery.ranks import DEVICE
+from machinery.policy import HALF_PRECISION, output_logits, states_before_tokens
+from machinery.ranks import DEVICE, RANK
 from machinery.settings import ROOT, Config
 from machinery.sharding import unsharded
 
@@ -30,27 +30,38 @@ def load_model(config: Config) -> tuple[Any, Any]:
     with as_user_error(
             f"model.name={name!r} cannot be loaded with "
             f"model.attention={config.model.attention!r}; give a folder with a model and its "
-            "tokenizer, or a hub id within reach"):
+            "tokenizer, a GGUF file, or a hub id within reach"):
         # With trust_remote_code=None the library would ask, and wait for an answer.
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        model, loading_info = load_weights(name, config)
+        source = {**where_it_is(name), "trust_remote_code": False}
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+        model, loading_info = load_weights(source, config)
     missing = sorted(loading_info["missing_keys"])
     if missing:
         raise UserError(f"model.name={name!r} lacks the weights {', '.join(missing[:3])}")
     if tokenizer.eos_token_id is None:
         raise UserError(f"model.name={name!r}: no answer could end without an end-of-text token")
-    if config.model.lora_rank:
-        add_adapters(model, config)
-    if config.model.gradient_checkpointing:
-        model.activation_checkpointing_enable()
+    if name.endswith(".gguf"):
+        forget_quantization(model, name)
     if config.model.lora_rank or not config.training.shard:
         model.to(DEVICE)  # A sharded model moves there layer by layer.
+    with as_user_error(f"{type(model).__name__} cannot be trained here"):
+        unreached = find_unreached(model)
+    freeze(model, unreached)
+    if config.model.lora_rank:
+        add_adapters(model, config, unreached)
+        with as_user_error(f"{type(model).__name__} cannot be trained with "
+                           f"model.lora_targets={config.model.lora_targets}"):
+            freeze(model, find_unreached(model))  # Not all layers that have weights are called.
+    if config.model.precision == "mixed":
+        make_masters(model)
+    if config.model.gradient_checkpointing:
+        model.activation_checkpointing_enable()
     return model, tokenizer
 
 
 def check_model_name(name: str) -> None:
     """Refuses what looks like a folder and is none. The library would ask the hub for it."""
-    if os.path.isdir(name):
+    if os.path.isdir(name) or (os.path.isfile(name) and name.endswith(".gguf")):
         return
     parts = Path(name).parts or (".",)
     looks_like_path = name.startswith((".", "/")) or len(parts) > 2 or os.path.exists(name)
@@ -58,28 +69,84 @@ def check_model_name(name: str) -> None:
         raise UserError(f"model.name={name!r}: there is no such folder, and no hub id is like it")
 
 
-def load_weights(name: str, config: Config) -> tuple[Any, dict[str, Any]]:
-    model_config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    for key in vars(model_config):
-        # With dropout, what is learned from would not be what was sampled.
-        if "dropout" in key or key.endswith("pdrop"):
-            setattr(model_config, key, 0.0)
-    is_bfloat16 = config.model.precision == "bfloat16"
+def where_it_is(name: str) -> dict[str, str]:
+    """Returns the arguments of `from_pretrained` that say where a model is."""
+    if name.endswith(".gguf"):
+        folder, file = os.path.split(os.path.abspath(name))
+        return {"pretrained_model_name_or_path": folder, "gguf_file": file}
+    return {"pretrained_model_name_or_path": name}
+
+
+def load_weights(source: dict[str, Any], config: Config) -> tuple[Any, dict[str, Any]]:
+    model_config = AutoConfig.from_pretrained(**source)
+    for part in (model_config, model_config.get_text_config()):
+        for key in vars(part):
+            # With noise, what is learned from would not be what was sampled.
+            if "dropout" in key or key.endswith(("pdrop", "jitter_noise")):
+                setattr(part, key, 0.0)
+    settings = config.model
+    # With LoRA nearly all weights are frozen, and need no float32 masters.
+    is_half = settings.precision == "bfloat16" or (
+        settings.precision == "mixed" and settings.lora_rank)
     # Without `device_map` each rank of a machine would first hold a whole model in its RAM.
     has_accelerate = transformers.utils.is_accelerate_available()
     to_gpu = DEVICE.type == "cuda" and has_accelerate and not config.training.shard
     return AutoModelForCausalLM.from_pretrained(
-        name,
+        **source,
         config=model_config,
-        dtype=torch.bfloat16 if is_bfloat16 else torch.float32,
+        dtype=HALF_PRECISION if is_half else torch.float32,
         device_map={"": DEVICE} if to_gpu else None,
-        attn_implementation=config.model.attention,
+        attn_implementation=settings.attention,
         output_loading_info=True,
-        trust_remote_code=False,
     )
 
 
-def add_adapters(model: Any, config: Config) -> None:
+def forget_quantization(model: Any, name: str) -> None:
+    """The weights of a GGUF file are loaded as ordinary numbers, and saved as such."""
+    if RANK == 0:
+        print(f"{name}: its weights were rounded to a few bits each. Training begins at these "
+              "values, and all that is saved is unquantized")
+    model.hf_quantizer = None
+    model.is_quantized = False
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.name_or_path = name
+
+
+def find_unreached(model: Any) -> list[str]:
+    """Returns the names of parameters that would learn but have no part in an answer, like those of
+    a tower that reads images, or a bias that mixtures of experts set in another way."""
+    learning = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    reached = set()
+
+    def note(parameter: nn.Parameter) -> None:
+        reached.add(parameter)
+        parameter.grad = None  # All gradients together would take much memory.
+
+    hooks = [value.register_post_accumulate_grad_hook(note) for value in learning.values()]
+    attention = model.config._attn_implementation
+    if model.device != DEVICE:
+        model.set_attn_implementation("eager")  # Others may need the GPU.
+    model.train()  # In Gemma 3n it makes a difference.
+    states, _ = states_before_tokens(model, [DUMMY_ANSWER])
+    output_logits(model, states).sum().backward()
+    if model.device != DEVICE:
+        model.set_attn_implementation(attention)
+    for hook in hooks:
+        hook.remove()
+    return [name for name, parameter in learning.items() if parameter not in reached]
+
+
+def freeze(model: Any, names: list[str]) -> None:
+    """Keeps these parameters as they are, and says so."""
+    for name in names:
+        model.get_parameter(name).requires_grad = False
+    if RANK == 0 and names:
+        print(f"{len(names)} parameters of {type(model).__name__}, like {names[0]}, have no part "
+              "in an answer, so they stay as they are")
+
+
+def add_adapters(model: Any, config: Config, unreached: Sequence[str] = ()) -> None:
     """LoRA: a matrix of shape (out, in) gets the product of two thin ones added. Only these
     learn."""
     settings = config.model
@@ -91,19 +158,21 @@ def add_adapters(model: Any, config: Config) -> None:
         model.name_or_path = str(Path(model.name_or_path).resolve())
     check_lora_targets(model, settings.lora_targets or [])
     torch.manual_seed(config.training.seed)  # All ranks start with the same adapters.
-    with as_user_error(f"model.lora_targets={settings.lora_targets}: not all are linear layers of "
-                       f"{settings.name!r}"):
+    with as_user_error(f"model.lora_targets={settings.lora_targets} does not fit this model"):
         model.add_adapter(peft.LoraConfig(
             r=settings.lora_rank,
             lora_alpha=settings.lora_alpha,
             target_modules=settings.lora_targets or "all-linear",
+            exclude_modules=[name.removesuffix(".weight") for name in unreached] or None,
             task_type="CAUSAL_LM",
         ))
-    if settings.precision == "mixed":
-        for parameter in model.parameters():
-            # Only what learns needs a float32 master.
-            dtype = torch.float32 if parameter.requires_grad else HALF_PRECISION
-            parameter.data = parameter.data.to(dtype)
+
+
+def make_masters(model: Any) -> None:
+    """In mixed precision what learns has a float32 master. The other weights do without."""
+    for parameter in model.parameters():
+        dtype = torch.float32 if parameter.requires_grad else HALF_PRECISION
+        parameter.data = parameter.data.to(dtype)
 
 
 def check_lora_targets(model: nn.Module, targets: list[str]) -> None:
@@ -116,7 +185,8 @@ def check_lora_targets(model: nn.Module, targets: list[str]) -> None:
 def find_stop_ids(model: Any, tokenizer: Any) -> list[int]:
     """Returns the tokens that end an answer. Chat models have several, and any of them does."""
     stop_ids = {tokenizer.eos_token_id}
-    for eos in (model.config.eos_token_id, model.generation_config.eos_token_id):
+    for config in (model.config.get_text_config(), model.generation_config):
+        eos = getattr(config, "eos_token_id", None)
         if isinstance(eos, list):
             stop_ids.update(eos)
         elif eos is not None:
@@ -191,12 +261,13 @@ def warm_up(policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     of sums. A resumed run has to have that behind it, as the interrupted one had. AdamW's optimizer
     state comes into being at its first step."""
     policy.train()
-    with as_user_error("the model cannot learn: see model.attention"):
+    model = policy.module.model
+    with as_user_error(f"{type(model).__name__} cannot be trained here"):
         for _ in range(2):
             policy.zero_grad(set_to_none=True)
             token_log_probs, _ = policy([DUMMY_ANSWER])
             token_log_probs.sum().backward()
-            check_all_learn(policy.module.model)
+            check_all_learn(model)
     policy.zero_grad(set_to_none=False)
     optimizer.step()
     for state in optimizer.state.values():

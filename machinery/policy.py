@@ -8,7 +8,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 
-from machinery.prompts import pad_prompts, position_ids, prefill
+from machinery.prompts import (
+    body_of,
+    has_running_state,
+    keep_rows,
+    pad_prompts,
+    position_ids,
+    prefill,
+)
 
 HALF_PRECISION = torch.bfloat16  # Mixed precision computes in this type, and samples from it.
 LOGITS_PER_CHUNK = 2**25  # tokens x vocabulary, which are 128 MiB in float32
@@ -21,87 +28,101 @@ def states_before_tokens(
     """Returns the hidden states from which the model predicts each token of the answers, (tokens,
     width), and these tokens, (tokens,), one answer after the other.
 
-    A prompt with several answers is processed once. With `one_pass` it is not, and all answers go
-    through the model together: sharded weights are gathered anew in each pass."""
-    prompts = [answer.prompt_ids for answer in answers]
-    prompt_ids, prompt_mask, which = pad_prompts(prompts, model.device)
-    cache = None
+    A prompt with several answers is processed once, if the model can go back to its end for each of
+    them. With `one_pass` all answers go through the model together, each with its own prompt:
+    sharded weights are gathered anew in each pass."""
+    if one_pass:
+        return read_with_prompts(model, answers)
+    parts = []
+    for start in range(0, len(answers), ANSWERS_PER_PASS):
+        parts.append(answers[start:start + ANSWERS_PER_PASS])
     # With gradient checkpointing a layer refuses to use a cache.
-    if not one_pass and not model.is_activation_checkpointing:
-        cache = prefill(model, prompt_ids, prompt_mask)
-    answers_per_pass = len(answers) if one_pass else ANSWERS_PER_PASS
-    states = []
-    tokens = []
-    for start in range(0, len(answers), answers_per_pass):
-        prompts_of_pass = which[start:start + answers_per_pass]  # (answers of this pass,)
-        completions = []
-        for answer in answers[start:start + answers_per_pass]:
-            completions.append(answer.completion_ids)
-        states_of_pass, tokens_of_pass = forward_pass(
-            model,
-            prompt_ids[prompts_of_pass],
-            prompt_mask[prompts_of_pass],
-            completions,
-            select_rows(cache, prompts_of_pass),
-        )
-        states.append(states_of_pass)
-        tokens.append(tokens_of_pass)
+    if model.is_activation_checkpointing or has_running_state(model):
+        results = [read_with_prompts(model, part) for part in parts]
+    else:
+        results = continue_prompts(model, parts)
+    states, tokens = zip(*results, strict=True)
     return torch.cat(states), torch.cat(tokens)
 
 
-def select_rows(cache: Cache | None, rows: torch.Tensor) -> Cache | None:
+def read_with_prompts(
+    model: nn.Module, answers: list
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what `states_before_tokens` does. Each answer stands in a row behind its prompt.
+
+    Rows are padded on the right. There padding can reach no token of a causal model."""
+    # The state at position t predicts the token at t + 1, so the last token is not read.
+    rows = [[*answer.prompt_ids, *answer.completion_ids[:-1]] for answer in answers]
+    ids, mask = pad_right(rows, model.device)  # (answers, time)
+    output = body_of(model)(input_ids=ids, attention_mask=mask, use_cache=False)
+    states = []
+    tokens = []
+    for row, answer in enumerate(answers):
+        first = len(answer.prompt_ids) - 1
+        states.append(output.last_hidden_state[row, first:len(rows[row])])
+        tokens += answer.completion_ids
+    return torch.cat(states), ids.new_tensor(tokens)
+
+
+def continue_prompts(
+    model: nn.Module, parts: list[list]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Returns what `states_before_tokens` does, for each part of the answers. Each part is a pass
+    that goes on from the KV cache of its prompts."""
+    prompts = [answer.prompt_ids for part in parts for answer in part]
+    prompt_ids, prompt_mask, which = pad_prompts(prompts, model.device)
+    cache = prefill(model, prompt_ids, prompt_mask)  # of all tokens of the prompts but the last
+    results = []
+    for part, rows in zip(parts, which.split(ANSWERS_PER_PASS), strict=True):
+        completions = [answer.completion_ids for answer in part]
+        tokens, is_token = pad_right(completions, model.device)  # (answers, time)
+        mask = torch.cat([prompt_mask[rows], is_token[:, :-1]], 1)
+        time = tokens.shape[1]
+        # The last token of the prompt predicts the first of the answer, and so on.
+        ids = torch.cat([prompt_ids[rows, -1:], tokens[:, :-1]], 1)  # (answers, time)
+        output = body_of(model)(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=position_ids(mask)[:, -time:],
+            past_key_values=select_rows(cache, rows),
+            use_cache=True,
+        )
+        results.append((output.last_hidden_state[is_token], tokens[is_token]))
+    return results
+
+
+def select_rows(cache: Cache, rows: torch.Tensor) -> Cache:
     """Returns a copy of the cache that holds these rows. The original stays as it is."""
-    if cache is None:
-        return None
     selected = copy.copy(cache)
     selected.layers = [copy.copy(layer) for layer in cache.layers]
-    selected.batch_select_indices(rows)
+    keep_rows(selected, rows)
     return selected
 
 
-def forward_pass(
-    model: nn.Module,
-    prompt_ids: torch.Tensor,   # (answers, prompt time), padded on the left
-    prompt_mask: torch.Tensor,  # (answers, prompt time)
-    completions: list[list[int]],
-    cache: Cache | None,        # of all prompt tokens but the last
+def pad_right(
+    rows: list[list[int]], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns what `states_before_tokens` does, for one pass through the model."""
-    device = prompt_ids.device
-    lengths = torch.tensor([len(completion) for completion in completions], device=device)
+    """Returns the rows as one tensor, and which of its places are no padding, both (rows, time)."""
+    lengths = torch.tensor([len(row) for row in rows], device=device)
     time = int(lengths.max())
-    padded = [completion + [0] * (time - len(completion)) for completion in completions]
-    completion_ids = torch.tensor(padded, device=device)  # (answers, time)
-    completion_mask = torch.arange(time, device=device) < lengths[:, None]  # (answers, time)
-    # The state at position t predicts the token at t + 1, so no state of the last token is needed.
-    ids = torch.cat([prompt_ids, completion_ids[:, :-1]], 1)  # (answers, prompt time + time - 1)
-    mask = torch.cat([prompt_mask, completion_mask[:, :-1]], 1)
-    positions = position_ids(mask)
-    if cache is not None:
-        # Only the last prompt token and the completion are left to process.
-        ids = ids[:, -time:]
-        positions = positions[:, -time:]
-    output = model.base_model(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=positions,
-        past_key_values=cache,
-        use_cache=cache is not None,
+    padded = [row + [0] * (time - len(row)) for row in rows]
+    return (
+        torch.tensor(padded, device=device),
+        torch.arange(time, device=device) < lengths[:, None],
     )
-    states = output.last_hidden_state[:, -time:]  # (answers, time, width)
-    return states[completion_mask], completion_ids[completion_mask]
 
 
 def compute_in_chunks(
     function: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
     states: torch.Tensor,  # (tokens, width)
     tokens: torch.Tensor,  # (tokens,)
-    vocabulary_size: int,
+    model: nn.Module,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns what `function` makes of all states and tokens, two tensors of shape (tokens,).
 
     The logits of all tokens would be by far the largest tensor. So they are computed for a chunk
     of tokens at a time, and once more in the backward pass."""
+    vocabulary_size = model.config.get_text_config().vocab_size
     chunk_size = max(1, LOGITS_PER_CHUNK // vocabulary_size)
     log_probs = []
     entropies = []
@@ -131,7 +152,7 @@ def output_logits(model: nn.Module, states: torch.Tensor) -> torch.Tensor:
 
     It calls the model's own forward pass, with the model's body replaced by one that returns these
     states. So whatever a model does after its last projection, like Gemma 2's capping, is done."""
-    body = model.base_model
+    body = body_of(model)
     body.forward = lambda *_, inputs_embeds, **__: BodyOutput(inputs_embeds)
     try:
         logits = model(inputs_embeds=states[None]).logits[0]

@@ -3,7 +3,12 @@
 import torch
 from torch import nn
 from torch.nn.functional import pad
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 CACHE_ROOM = 16  # So many tokens can be appended to a layer of the cache without copying it.
 
@@ -39,15 +44,33 @@ def pad_prompts(
     )
 
 
+def body_of(model: nn.Module) -> nn.Module:
+    """Returns the part of the model that its own forward pass calls, before its output layer."""
+    body = model.base_model
+    if body is model:  # Llama 4 does not say which part it is.
+        body = model.model
+    return getattr(body, "decoder", body)  # OPT calls the decoder within its base model.
+
+
+def has_running_state(model: nn.Module) -> bool:
+    """Whether some layers, like Mamba's or a convolution, keep a state in place of keys and values.
+
+    Such a state can go on from a prompt, but it cannot go back to it."""
+    layers = DynamicCache(config=model.config).layers
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+
+
 def prefill(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> Cache:
     """Returns the KV cache of all tokens of these prompts but the last."""
     mask = mask[:, :-1]
-    output = model.base_model(
+    output = body_of(model)(
         input_ids=ids[:, :-1],
         attention_mask=mask,
         position_ids=position_ids(mask),
         use_cache=True,
     )
+    if getattr(output, "past_key_values", None) is None:
+        raise ValueError("it returns no cache of keys and values to go on from")
     return output.past_key_values
 
 
@@ -59,10 +82,20 @@ def prefill_for_generate(
     ids, mask, which = pad_prompts(prompts, model.device)
     cache = prefill(model, ids, mask)
     for i, layer in enumerate(cache.layers):
-        if type(layer) is DynamicLayer:  # Layers with a sliding window stay the library's own.
+        # Layers with a sliding window stay the library's own, and so do those that nothing fills.
+        if type(layer) is DynamicLayer and layer.is_initialized:
             cache.layers[i] = RoomyLayer(layer)
-    cache.batch_select_indices(which)
+    keep_rows(cache, which)
     return ids[which], mask[which], cache
+
+
+def keep_rows(cache: Cache, rows: torch.Tensor) -> None:
+    """Leaves these rows in the cache, in this order."""
+    for layer in cache.layers:
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            layer.reorder_cache(rows)  # The library has no other name for it here.
+        else:
+            layer.batch_select_indices(rows)
 
 
 class RoomyLayer(DynamicLayer):

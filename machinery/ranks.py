@@ -122,7 +122,7 @@ def max_over_ranks(values: dict[str, float]) -> dict[str, float]:
 
 
 def reduce_over_ranks(values: dict[str, float], operation: dist.ReduceOp) -> dict[str, float]:
-    tensor = torch.tensor(list(values.values()), dtype=torch.float64, device=DEVICE)
+    tensor = torch.tensor(list(values.values()), dtype=torch.float64)  # on the CPU, by gloo
     dist.all_reduce(tensor, operation)
     return dict(zip(values, tensor.tolist(), strict=True))
 

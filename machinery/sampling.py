@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers import GenerationConfig
 
-from machinery.prompts import prefill_for_generate
+from machinery.prompts import keep_rows, prefill_for_generate
 
 TOKENS_PER_SLICE = 16  # After so many tokens the answers that have ended leave the batch.
 
@@ -62,7 +62,7 @@ def generate_in_slices(
             break
         ids = sequences[still_open]
         mask = pad(mask, (0, new_ids.shape[1]), value=True)[still_open]
-        cache.batch_select_indices(torch.tensor(still_open, device=ids.device))
+        keep_rows(cache, torch.tensor(still_open, device=ids.device))
     on_ended(len(completion_of_row))  # These are truncated.
     return completions
 

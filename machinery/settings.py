@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 import pydantic
+import torch
 import yaml
 from pydantic import BaseModel, BeforeValidator, Field, StrictBool, StrictInt, StrictStr
 
 from machinery.errors import UserError, as_user_error
 from machinery.launch import end_process
-from machinery.ranks import DEVICE, WORLD_SIZE
+from machinery.ranks import DEVICE, RANK, WORLD_SIZE
 from machinery.text import shortened
 
 ROOT = Path(__file__).resolve().parent.parent  # This is the folder of main.py.
@@ -174,9 +175,23 @@ def load_config(arguments: list[str]) -> Config:
         with as_user_error(f"{override!r} is not section.key=value, or its value is not YAML"):
             key, text = override.split("=", 1)
             values[key] = yaml.safe_load(text)
-    if values.get("model.precision") is None:
-        values["model.precision"] = "mixed" if DEVICE.type == "cuda" else "float32"
+    values["model.precision"] = choose_precision(values.get("model.precision"))
     return check_values(values)
+
+
+def choose_precision(wanted: str | None) -> str:
+    """Returns what is wanted, or the best that the device computes quickly. Says so of a GPU that
+    lacks bfloat16."""
+    if DEVICE.type != "cuda":
+        return wanted or "float32"
+    # By itself PyTorch answers yes if it can only emulate bfloat16, which is slow.
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return wanted or "mixed"
+    if RANK == 0 and wanted in (None, "float32"):
+        print("this GPU does not compute in bfloat16, so model.precision is float32")
+    elif RANK == 0:
+        print(f"model.precision={wanted}: this GPU only emulates bfloat16, so float32 is faster")
+    return wanted or "float32"
 
 
 def check_values(values: dict[str, Any]) -> Config:

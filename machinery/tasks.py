@@ -74,7 +74,7 @@ class Questions(Sequence[Question]):
 
     def __init__(self, rows: list[dict], encode: Callable[[dict], list[int]]) -> None:
         self.rows = rows
-        self._encode = encode
+        self.encode = encode
         self._questions: dict[int, Question] = {}
 
     def __len__(self) -> int:
@@ -92,7 +92,7 @@ class Questions(Sequence[Question]):
             return [self[i] for i in places]
         if place not in self._questions:
             row = self.rows[place]
-            self._questions[place] = Question(row, self._encode(row))
+            self._questions[place] = Question(row, self.encode(row))
         return self._questions[place]
 
 
@@ -234,13 +234,11 @@ def encode_prompt(row: dict, task: Task, tokenizer: PreTrainedTokenizerBase,
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def check_prompt_lengths(rows: list[dict], model: PreTrainedModel, task: Task,
+def check_prompt_lengths(parts: list[Questions], model: PreTrainedModel,
                          tokenizer: PreTrainedTokenizerBase, config: Config) -> None:
     """Refuses a prompt that has no room for its answer, or tokens that the model does not know."""
-
-    def encode(row: dict) -> list[int]:
-        return encode_prompt(row, task, tokenizer, config)
-
+    encode = parts[0].encode
+    rows = [row for questions in parts for row in questions.rows]
     # A tokenizer with more tokens than the model does no harm, as long as none of them comes up.
     vocabulary = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > vocabulary:
@@ -252,7 +250,7 @@ def check_prompt_lengths(rows: list[dict], model: PreTrainedModel, task: Task,
                             f"{highest}, and the model knows {vocabulary:,}: take the tokenizer "
                             "that it was trained with")
 
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", 10**9)
+    context = longest_text(model.config.get_text_config())
     L = config.training.max_new_gen_tokens
     # Encoding all prompts takes long. A token has at least one byte, so prompts of few bytes fit.
     template_length = len(encode(rows[0]))  # No less than what a chat template adds.
@@ -265,6 +263,16 @@ def check_prompt_lengths(rows: list[dict], model: PreTrainedModel, task: Task,
         raise UserError(f"training.max_new_gen_tokens={L}: with a prompt of {longest} tokens it "
                         f"exceeds the {context} that {config.model.name!r} can process: write at "
                         f"most {max(0, context - longest)}, or set data.max_prompt_tokens")
+
+
+def longest_text(config: Any) -> int:
+    """Returns up to how many tokens a text means the same to the model in whatever batch it is."""
+    limits = [getattr(config, "max_position_embeddings", 10**9)]
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        # A longer text would change the frequencies of all texts in its batch.
+        limits.append(rope["original_max_position_embeddings"])
+    return min(limits)
 
 
 # ---------------------------------------------------------------- rewards

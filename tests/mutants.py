@@ -28,10 +28,11 @@ LEARNING, FAMILY, SAMPLING = "test_learning.py", "test_family.py", "test_samplin
 FIRST_STEP, LORA = "test_first_step.py", "test_lora.py"
 RUN, RESUME = "test_run.py", "test_resume.py"
 FAILURES, COUNTDOWN, CONFIG = "test_failures.py", "test_countdown.py", "test_config.py"
-LOGGER, REFILL = "test_logger.py", "test_refill.py"
+LOGGER, REFILL, MODELS = "test_logger.py", "test_refill.py", "test_models.py"
 # The first tests of some files take long, so these mutants name their test.
 RANKS = f"{FAMILY}::test_the_gradient_is_the_same_on_any_number_of_ranks"
 TOTALS = f"{RUN}::test_sums_and_maxima_are_those_of_all_ranks_on_each"
+SECRETS = f"{FAILURES}::test_nothing_of_the_environment_is_written_or_said"
 ORDER = f"{RUN}::test_the_order_of_questions_depends_on_seed_and_epoch_alone"
 SPLIT = f"{RUN}::test_no_problem_is_in_both_splits_in_whatever_order_of_its_numbers"
 ROW = f"{RUN}::test_no_reward_can_change_the_row_that_the_next_answer_is_graded_with"
@@ -61,7 +62,7 @@ MUTANTS = [
     Mutant("no temperature in the loss", "main.py",
            "(logits / self.temperature).log_softmax(-1)", "logits.log_softmax(-1)", LEARNING),
     Mutant("tokens shifted by one", "machinery/policy.py",
-           "completion_ids[completion_mask]", "completion_ids.roll(1, 1)[completion_mask]",
+           "tokens[is_token]))", "tokens.roll(1, 1)[is_token]))",
            LEARNING),
     Mutant("padding learned in place of tokens", "machinery/policy.py",
            "torch.arange(time, device=device) < lengths[:, None]",
@@ -312,6 +313,58 @@ MUTANTS = [
            "values |= read_yaml(path)", "values = read_yaml(path) | values", CONFIG),
     Mutant("another group size than its k for grpo", "machinery/settings.py",
            "is_valid = k == n and n >= 2", "is_valid = n >= 2", CONFIG),
+    # ------------------------------------------------------------ ends, restarts, prompts
+    Mutant("a SIGTERM that waits for the end of C code", "machinery/launch.py",
+           "    faulthandler.enable(2)  #",
+           "    __import__('signal').signal(15, lambda *_: sys.exit(1))  #",
+           "test_dead_ranks.py"),
+    Mutant("a password in what MLflow's error says", "machinery/text.py",
+           r'''return re.sub(r"//[^/@\s]*@", "//", text)''', "return text", SECRETS),
+    Mutant("all prompts encoded at the start", "machinery/tasks.py",
+           "self._questions: dict[int, Question] = {}",
+           "self._questions = {i: Question(row, encode(row)) for i, row in enumerate(rows)}",
+           SAMPLING),
+    Mutant("thinking opened twice", "machinery/tasks.py",
+           "if not text.rstrip().endswith(task.REPLY_START):", "if True:", SAMPLING),
+    Mutant("a restart that finds the addresses of dead ranks", "machinery/ranks.py",
+           'dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)', "store",
+           f"{FAILURES}::test_after_a_restart_the_ranks_find_no_address_from_before"),
+    Mutant("one store for restarts on several machines", "machinery/ranks.py",
+           'if num_machines != "1" and num_restarts != "0":', "if False:",
+           f"{FAILURES}::test_restarts_on_several_machines_ask_for_a_store_of_their_own"),
+    Mutant("a full disk that ends in a traceback", "machinery/checkpoints.py",
+           "(OSError, SafetensorError))", "(KeyError,))",
+           f"{FAILURES}::test_a_disk_that_takes_no_more_is_one_line_and_the_former_checkpoints_stay"),
+    Mutant("a progress bar without truncated answers", "machinery/sampling.py",
+           "    on_ended(len(completion_of_row))  # These are truncated.\n", "", SAMPLING),
+    Mutant("learning in the mode that sampling leaves", "main.py",
+           "    policy.train()  # `generate` sets eval mode again.\n", "", LEARNING),
+    # ------------------------------------------------------------ models that people bring
+    Mutant("noise of a router in what is learned from", "machinery/model.py",
+           'key.endswith(("pdrop", "jitter_noise"))', 'key.endswith("pdrop")', MODELS),
+    Mutant("OPT's base model in place of its decoder", "machinery/prompts.py",
+           'getattr(body, "decoder", body)', "body", MODELS),
+    Mutant("a state that goes back to the end of its prompt", "machinery/policy.py",
+           " or has_running_state(model)", "", MODELS),
+    Mutant("states of other rows", "machinery/prompts.py",
+           "        if isinstance(layer, LinearAttentionCacheLayerMixin):", "        if False:",
+           MODELS),
+    Mutant("a tower for images that would learn", "machinery/model.py",
+           "        model.get_parameter(name).requires_grad = False", "        pass", MODELS),
+    Mutant("adapters in a tower for images", "machinery/model.py",
+           "[name.removesuffix(\".weight\") for name in unreached] or None", "None", MODELS),
+    Mutant("LoRA that loads float32 masters of frozen weights", "machinery/model.py",
+           'settings.precision == "mixed" and settings.lora_rank)', "False)", MODELS),
+    Mutant("a check that refuses nothing", "machinery/check.py",
+           "if difference > allowed:", "if difference > 99:", MODELS),
+    Mutant("a check in a mode without noise", "machinery/check.py",
+           "run.policy.train()", "run.policy.eval()", MODELS),
+    Mutant("a check that does not sample", "machinery/check.py",
+           "{**compare_policy(run), **compare_sampling(run)}", "compare_policy(run)", MODELS),
+    Mutant("frequencies that a longer row changes", "machinery/tasks.py",
+           'rope.get("rope_type") == "longrope"', "False", MODELS),
+    Mutant("bfloat16 that is only emulated", "machinery/settings.py",
+           "is_bf16_supported(including_emulation=False)", "is_bf16_supported()", MODELS),
 ]
 
 

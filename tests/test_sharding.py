@@ -32,7 +32,7 @@ import main
 from machinery import advice, checkpoints
 from machinery.errors import UserError
 from machinery.launch import end_process
-from machinery.model import add_adapters
+from machinery.model import add_adapters, make_masters
 from machinery.ranks import RANK, WORLD_SIZE, join, leave_group
 from machinery.sharding import Sharded, unsharded
 
@@ -70,6 +70,8 @@ def run_with_model(shard, architecture, dtype, settings):
     model = make_model(architecture, dtype)
     if config.model.lora_rank:
         add_adapters(model, config)
+    if config.model.precision == "mixed":
+        make_masters(model)
     if config.model.gradient_checkpointing:
         model.activation_checkpointing_enable()
     run = SimpleNamespace(config=config, model=model, log=SILENT_LOG)

@@ -1,0 +1,119 @@
+"""A model is checked before it is trained: does all that makes it fast here leave it as it is?
+
+`Policy` reads padded answers together, and a prompt once for several of them. `generate` continues
+from a cache and drops rows. Where a model is not exact in one of these, a run would learn from
+wrong numbers, and nothing would say so. So both are compared with the model's own forward pass of
+one row by itself, without padding and without a cache."""
+
+from itertools import cycle, islice
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig
+
+from machinery.errors import UserError, as_user_error
+from machinery.ranks import errors_on_all_ranks
+from machinery.sampling import generate
+
+# So many nats may be between two means over 20 to 60 tokens. In float32 rounding makes 1e-6 to 2e-5
+# of it. The other two keep 8 bits of a number, which makes 0.01 to 0.06 in published models. A
+# fault made 0.17 and more in all the architectures of tests/architectures.py but Zamba 2 (0.02).
+ALLOWED = {"float32": 1e-3, "mixed": 0.2, "bfloat16": 0.2}
+NUM_SAMPLED = 20  # more than the 16 after which `generate` drops rows and goes on
+NO_STOP = [2**31 - 1]  # No token has this id, so all rows stay to the end.
+
+
+@torch.no_grad()
+def check_model(run: Any) -> None:
+    """Refuses a model that is not the same in `Policy`, or in `generate`, as by itself. Collective.
+
+    The sampler stands for the model by itself, since it is whole on each rank. It has the same
+    weights, in mixed precision rounded to half."""
+    name = type(run.model).__name__
+    # Divided by a low temperature, logits differ by more.
+    allowed = ALLOWED[run.config.model.precision] / min(1.0, run.config.sampling.temperature)
+    with errors_on_all_ranks(), as_user_error(f"{name} cannot be trained here"):
+        differences = {**compare_policy(run), **compare_sampling(run)}
+        for what, difference in differences.items():
+            if difference > allowed:  # A model whose numbers are nan is refused when it samples.
+                raise UserError(
+                    f"{name} cannot be trained here: {what} differ from its own forward pass by "
+                    f"{difference:.2g} in the mean, and rounding explains {allowed:.2g} "
+                    "(docs/running.md#models)")
+
+
+def compare_policy(run: Any) -> dict[str, float]:
+    """Compares log-probabilities and entropies of three answers that differ in length. Two of them
+    have the same prompt."""
+    text = some_text(run)
+    stop = run.stop_ids[:1]
+    answers = [
+        SimpleNamespace(prompt_ids=text[:40], completion_ids=text[40:49] + stop),
+        SimpleNamespace(prompt_ids=text[:40], completion_ids=text[40:42] + stop),
+        SimpleNamespace(prompt_ids=text[:25], completion_ids=text[25:30] + stop),
+    ]
+    run.policy.train()  # In train mode a model may add noise.
+    log_probs, entropies = run.policy(answers)
+    run.sampler.eval()
+    own_log_probs = []
+    own_entropies = []
+    for answer in answers:
+        logits = own_logits(run.sampler, answer.prompt_ids, answer.completion_ids)
+        of_all = (logits / run.config.sampling.temperature).log_softmax(-1)  # (tokens, vocabulary)
+        own_log_probs.append(of_tokens(of_all, answer.completion_ids))
+        own_entropies.append(-(of_all.exp() * of_all).sum(-1))
+    return {
+        "log-probabilities": mean_difference(log_probs, torch.cat(own_log_probs)),
+        "entropies": mean_difference(entropies, torch.cat(own_entropies)),
+    }
+
+
+def compare_sampling(run: Any) -> dict[str, float]:
+    """Samples greedily. Compares log-probabilities in this, and the tokens with the likeliest ones:
+    where rounding has chosen another token, it has nearly the same logit."""
+    text = some_text(run)
+    prompts = [text[:40], text[:25], text[:40]]
+    greedy = GenerationConfig(
+        do_sample=False, max_new_tokens=NUM_SAMPLED, eos_token_id=NO_STOP, pad_token_id=0)
+    logits_of_steps = []  # each (rows, vocabulary)
+
+    def note(module: nn.Module, arguments: tuple, output: Any) -> None:
+        logits_of_steps.append(output.logits[:, -1].float())
+
+    hook = run.sampler.register_forward_hook(note)
+    completions = generate(run.sampler, prompts, greedy, len(prompts), lambda num_ended: None)
+    hook.remove()
+    differences = []
+    behind_likeliest = []
+    rows = torch.stack(logits_of_steps, 1)  # (rows, tokens, vocabulary)
+    for prompt, completion, logits in zip(prompts, completions, rows, strict=True):
+        own = own_logits(run.sampler, prompt, completion)
+        behind_likeliest.append(own.amax(-1) - of_tokens(own, completion))
+        differences.append(of_tokens(own.log_softmax(-1) - logits.log_softmax(-1), completion))
+    return {
+        "log-probabilities while sampling": float(torch.cat(differences).abs().mean()),
+        "greedily sampled tokens": float(torch.cat(behind_likeliest).mean()),
+    }
+
+
+def some_text(run: Any) -> list[int]:
+    """Returns the first 50 tokens of a prompt, or the prompt several times."""
+    return list(islice(cycle(run.training_questions[0].prompt_ids), 50))
+
+
+def own_logits(model: nn.Module, prompt: list[int], completion: list[int]) -> torch.Tensor:
+    """Returns the logits from which the model predicts each token of one answer."""
+    ids = torch.tensor([prompt + completion], device=model.device)
+    logits = model(input_ids=ids, use_cache=False).logits[0].float()
+    return logits[len(prompt) - 1:-1]
+
+
+def of_tokens(values: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+    """Returns the value of each token, (tokens,), from those of the vocabulary at its place."""
+    return values.gather(-1, torch.tensor(tokens, device=values.device)[:, None])[:, 0]
+
+
+def mean_difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).abs().mean())

@@ -1,0 +1,240 @@
+"""Which architectures are right here? Tries tiny random models of all that transformers knows, and
+writes the lists of docs/running.md.
+
+    .venv/bin/python tests/architectures.py            all of them, which writes the page, too
+    .venv/bin/python tests/architectures.py lfm2 opt   these alone
+
+Each model is saved, loaded as a run loads it, and checked as a run checks it. What is then trained
+is compared once more with loops that share no code with the trainer: 40 greedy tokens, and
+log-probabilities and gradients in float32. With gradient checkpointing and with LoRA, too."""
+
+import argparse
+import sys
+import tempfile
+import textwrap
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+from conftest import make_config, relative_error  # isort: skip  It sets paths.
+
+import torch
+import transformers
+from processes import ROOT
+from tiny_models import CANNOT, names, tiny_model
+from transformers import AutoTokenizer, GenerationConfig
+
+import main
+from machinery.check import check_model
+from machinery.errors import UserError
+from machinery.prompts import has_running_state
+from machinery.ranks import join
+from machinery.sampling import generate
+from machinery.sharding import Sharded
+
+BOUND = 1e-4
+NUM_GREEDY = 40
+TEMPERATURE = 0.7
+NO_STOP = [10**6]  # Answers do not end, so all 40 tokens are compared.
+FIRST_LINE, LAST_LINE = "<!-- made by tests/architectures.py -->", "<!-- end -->"
+LONG = [36, 80, 78, 67, 74, 79, 70, 222, 85]
+PROMPTS = [LONG, [73, 70, 5], LONG]
+
+
+@dataclass
+class Finding:
+    name: str
+    refusal: str = ""             # the line with which a run ends
+    has_own_prompts: bool = False  # each answer reads its prompt itself
+    needs_targets: bool = False    # LoRA refuses some of its layers
+    differences: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def wrong(self) -> list[str]:
+        return [what for what, value in self.differences.items() if not value <= BOUND]
+
+
+def examine(name: str, folder: Path) -> Finding:
+    """Tries a model as it is, with gradient checkpointing, and with LoRA."""
+    finding = Finding(name)
+    save_with_tokenizer(tiny_model(name), folder)
+    try:
+        run = begin(folder)
+    except UserError as error:
+        finding.refusal = str(error)
+        return finding
+    finding.has_own_prompts = has_running_state(run.model)
+    finding.differences = compare(run, "")
+    if run.model.supports_gradient_checkpointing:
+        run.model.activation_checkpointing_enable()
+        finding.differences |= compare_learning(run, "checkpointing: ")
+    adapted = begin_with_adapters(finding, folder)
+    with torch.no_grad():
+        for parameter in adapted.model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.02 * torch.randn_like(parameter))
+    finding.differences |= compare(adapted, "LoRA: ")
+    return finding
+
+
+def save_with_tokenizer(model, folder: Path) -> None:
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(ROOT / "tiny" / "model").save_pretrained(folder)
+
+
+def begin(folder: Path, **overrides) -> SimpleNamespace:
+    """Loads and checks a model as `prepare` does. Returns what that needs of a run."""
+    config = make_config(**{"model__name": str(folder), "model__precision": "float32",
+                            "sampling__temperature": TEMPERATURE, **overrides})
+    model, tokenizer = main.load_model(config)
+    sampler = main.make_sampler(model, config)
+    policy = main.Policy(model, config, one_pass=config.training.shard)
+    if config.training.shard:
+        policy = Sharded(policy)
+    question = main.Question({}, PROMPTS[0])
+    run = SimpleNamespace(
+        config=config, model=model, policy=policy, sampler=sampler,
+        stop_ids=main.find_stop_ids(model, tokenizer), training_questions=[question])
+    check_model(run)
+    return run
+
+
+def begin_with_adapters(finding: Finding, folder: Path) -> SimpleNamespace:
+    try:
+        return begin(folder, model__lora_rank=4)
+    except UserError:
+        finding.needs_targets = True
+        return begin(folder, model__lora_rank=4, model__lora_targets=["q_proj", "v_proj"])
+
+
+def compare(run, label: str) -> dict[str, float]:
+    differences = {**compare_sampling(run, label), **compare_learning(run, label)}
+    if max(differences.values()) > BOUND:
+        # In float64 rounding is gone, and a fault is not.
+        run.model.set_experts_implementation("eager")  # The fused ones do not know float64.
+        run.model.double()
+        differences = {**compare_sampling(run, label), **compare_learning(run, label)}
+    return differences
+
+
+def compare_sampling(run, label: str) -> dict[str, float]:
+    """How far the logits of sampled tokens are from the highest, by full passes of single rows."""
+    greedy = GenerationConfig(do_sample=False, max_new_tokens=NUM_GREEDY, eos_token_id=NO_STOP,
+                              pad_token_id=0)
+    completions = generate(run.sampler, PROMPTS, greedy, 8, lambda num_ended: None)
+    farthest = 0.0
+    run.model.eval()
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        with torch.no_grad():
+            logits = run.model(torch.tensor([prompt + completion]), use_cache=False).logits[0]
+        for t, token in enumerate(completion):
+            of_token = logits[len(prompt) - 1 + t]
+            farthest = max(farthest, float(of_token.max() - of_token[token]))
+    return {f"{label}sampled tokens": farthest}
+
+
+def compare_learning(run, label: str) -> dict[str, float]:
+    """Compares log-probabilities, and the gradient of a weighted sum of them."""
+    answers = []
+    for i, length in enumerate((7, 1, 12, 4, 9)):
+        completion = [(11 * i + 7 * t) % 250 + 3 for t in range(length)]
+        answers.append(main.Trajectory(
+            main.Question({}, PROMPTS[i % 3]), completion, "", False))
+    num_tokens = sum(answer.num_tokens for answer in answers)
+    weights = torch.linspace(-1, 1, num_tokens)
+
+    run.model.train()
+    run.model.zero_grad()
+    log_probs, _ = run.policy(answers)
+    (weights * log_probs).sum().backward()
+    own_gradient = learned_gradient(run.model)
+
+    run.model.eval()
+    run.model.zero_grad()
+    plain = plain_log_probs(run.model, answers)
+    (weights * plain).sum().backward()
+    differences = (log_probs - plain).detach().abs()
+    return {
+        f"{label}log-probabilities": differences.max().item(),
+        f"{label}gradient": relative_error(own_gradient, learned_gradient(run.model)),
+    }
+
+
+def plain_log_probs(model, answers: list) -> torch.Tensor:
+    """One answer at a time, by the model's own forward pass without padding."""
+    values = []
+    for answer in answers:
+        logits = model(torch.tensor([answer.prompt_ids + answer.completion_ids])).logits[0]
+        for t, token in enumerate(answer.completion_ids):
+            of_token = logits[len(answer.prompt_ids) + t - 1] / TEMPERATURE
+            values.append(of_token[token] - of_token.logsumexp(-1))
+    return torch.stack(values)
+
+
+def learned_gradient(model) -> torch.Tensor:
+    gradients = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None, f"{name} has no gradient"
+            gradients.append(parameter.grad.flatten())
+    return torch.cat(gradients)
+
+
+# ---------------------------------------------------------------- the page
+
+def lists(findings: list[Finding]) -> str:
+    """The part of docs/running.md that this file makes."""
+    right = [finding for finding in findings if not finding.refusal]
+    shared = [finding.name for finding in right if not finding.has_own_prompts]
+    own = [finding.name for finding in right if finding.has_own_prompts]
+    targets = [finding.name for finding in right if finding.needs_targets]
+    refused = [finding.name for finding in findings if finding.refusal]
+    versions = f"transformers {transformers.__version__}, architectures by their `model_type`"
+    parts = [
+        f"{versions}: {len(findings)} were tried, and {len(right)} are right.",
+        f"**Right ({len(shared)}).** {', '.join(shared)}.",
+        f"**Right, each answer reads its prompt itself ({len(own)}).** {', '.join(own)}.",
+        f"**LoRA needs `model.lora_targets` ({len(targets)}).** {', '.join(targets)}.",
+        f"**Refused at the start ({len(refused)}).** {', '.join(refused)}.",
+        f"**Not tried, as they cannot be built alone ({len(CANNOT)}).** {', '.join(CANNOT)}.",
+    ]
+    return "\n\n".join(textwrap.fill(part, 100, break_on_hyphens=False) for part in parts)
+
+
+def write_page(text: str) -> None:
+    page = ROOT / "docs" / "running.md"
+    before, rest = page.read_text().split(FIRST_LINE)
+    _, after = rest.split(LAST_LINE)
+    page.write_text(f"{before}{FIRST_LINE}\n{text}\n{LAST_LINE}{after}")
+
+
+def tell(finding: Finding) -> None:
+    if finding.refusal:
+        print(f"{finding.name}: refused: {finding.refusal}", flush=True)
+        return
+    worst = max(finding.differences, key=finding.differences.get)
+    verdict = "WRONG" if finding.wrong else "right"
+    print(f"{finding.name}: {verdict}, at most {finding.differences[worst]:.1e} ({worst})",
+          flush=True)
+
+
+def main_program() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", default=[])
+    chosen = parser.parse_args().names
+    join()
+    findings = []
+    for name in chosen or names():
+        if name in CANNOT:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            finding = examine(name, Path(folder))
+        findings.append(finding)
+        tell(finding)
+    if not chosen:
+        write_page(lists(findings))
+    return int(any(finding.wrong for finding in findings))
+
+
+if __name__ == "__main__":
+    sys.exit(main_program())

@@ -1,0 +1,321 @@
+"""Models that people bring: they are right here, or a run ends with one line at its start. The
+tiny models are of tiny_models.py, and `examine` of architectures.py compares them."""
+
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+import transformers
+from architectures import (
+    LONG,
+    begin,
+    examine,
+    learned_gradient,
+    plain_log_probs,
+    save_with_tokenizer,
+)
+from conftest import SMALL, relative_error, start
+from processes import ROOT, ranks, torchrun
+from tiny_models import names, tiny_config, tiny_model
+
+import main
+from machinery import check, model, policy, prompts, settings, tasks
+from machinery.errors import UserError
+from machinery.ranks import join
+from machinery.sharding import unsharded
+
+# Attention beside convolution, linear attention or Mamba, text beside images, a router with noise,
+# a decoder within a base model, and a base model without a name.
+THAT_MATTER = ["lfm2", "qwen3_5", "falcon_h1", "granitemoehybrid", "gemma3", "gemma4", "llama4",
+               "opt", "phimoe", "qwen3_moe"]
+SHARDED = ["lfm2", "qwen3_5", "falcon_h1", "gemma3", "llama4"]
+CHANGED = [name for name in names() if name not in THAT_MATTER]
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """A function that saves a tiny model once, and returns its folder."""
+    folders = {}
+
+    def save(name: str) -> Path:
+        if name not in folders:
+            folders[name] = tmp_path_factory.mktemp(name)
+            save_with_tokenizer(tiny_model(name), folders[name])
+        return folders[name]
+
+    return save
+
+
+# ---------------------------------------------------------------- architectures
+
+@pytest.mark.mathematics
+@pytest.mark.parametrize("name", THAT_MATTER)
+def test_samples_log_probabilities_and_gradients_are_those_of_plain_passes(
+        name, tmp_path, one_rank):
+    finding = examine(name, tmp_path)
+
+    assert not finding.refusal
+    assert not finding.wrong, finding.differences
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", CHANGED)
+def test_every_architecture_is_right_or_refused(name, tmp_path, one_rank):
+    finding = examine(name, tmp_path)
+
+    assert not finding.wrong, finding.differences
+
+
+def compare_shards(folders: list[str]):
+    """On each rank: the gradient that sharded weights get, and that of a plain pass."""
+    join()
+    answers = []
+    for i in range(4):
+        question = main.Question({}, LONG[: 4 + i])
+        answers.append(main.Trajectory(question, LONG[i:], "", False))
+    for folder in folders:
+        plain = begin(Path(folder))
+        plain.model.eval()
+        plain_log_probs(plain.model, answers).sum().backward()
+
+        run = begin(Path(folder), training__shard=True)  # It is checked, too.
+        run.policy.train()
+        log_probs, _ = run.policy(answers)
+        log_probs.sum().backward()
+        gradients = []
+        for parameter in run.model.parameters():
+            if parameter.requires_grad:
+                gradients.append(unsharded(parameter.grad).flatten())
+        error = relative_error(torch.cat(gradients), learned_gradient(plain.model))
+        assert error < 1e-4, (folder, error)
+
+
+@pytest.mark.mathematics
+def test_sharded_weights_of_two_ranks_get_the_gradient_of_plain_passes(folder_of):
+    folders = [str(folder_of(name)) for name in SHARDED]
+
+    result = ranks(2, compare_shards, folders)
+
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("name, reason", [
+    ("mamba", "MambaForCausalLM cannot be trained here (ValueError: it returns no cache"),
+    ("bart", "BartForCausalLM cannot be trained here: log-probabilities differ from its own"),
+    # The library's own cache of it is wrong.
+    ("zamba2", "Zamba2ForCausalLM cannot be trained here: log-probabilities while sampling differ"),
+])
+def test_what_cannot_be_trained_is_one_line_that_names_the_architecture(
+        name, reason, folder_of, tmp_path, capsys):
+    code = start([*SMALL, f"model.name={folder_of(name)}", f"run.dir={tmp_path}"])
+
+    said = capsys.readouterr().err
+    assert code == 2 and reason in said and "Traceback" not in said
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", [
+    "lfm2", "qwen3_5", "gemma3", "gemma4", "gpt2", "opt", "llama4"])
+def test_a_run_of_two_ranks_trains_it(name, folder_of, tmp_path):
+    result = torchrun(2, "main.py", *SMALL, f"model.name={folder_of(name)}", f"run.dir={tmp_path}")
+
+    assert result.returncode == 0, result.stderr
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "best")
+    assert type(saved) is type(tiny_model(name))
+
+
+# ---------------------------------------------------------------- the check
+
+def shift_positions(monkeypatch):
+    monkeypatch.setattr(policy, "position_ids", lambda mask: prompts.position_ids(mask) + 1)
+
+
+def ignore_padding(monkeypatch):
+    def prefill_all(model, ids, mask):
+        return prompts.prefill(model, ids, torch.ones_like(mask))
+
+    monkeypatch.setattr(policy, "prefill", prefill_all)
+
+
+def forget_the_temperature(monkeypatch):
+    begin_policy = main.Policy.__init__
+
+    def begin_without(self, *arguments, **named):
+        begin_policy(self, *arguments, **named)
+        self.temperature = 1.0
+
+    monkeypatch.setattr(main.Policy, "__init__", begin_without)
+
+
+def swap_special_tokens(monkeypatch):
+    """The end of a text in place of its padding, and the other way round."""
+    pad_right = policy.pad_right
+
+    def swapped(rows, device):
+        other = {0: 1, 1: 0}
+        return pad_right([[other.get(token, token) for token in row] for row in rows], device)
+
+    monkeypatch.setattr(policy, "pad_right", swapped)
+
+
+def mix_rows_up(monkeypatch):
+    keep_rows = prompts.keep_rows
+    monkeypatch.setattr(prompts, "keep_rows", lambda cache, rows: keep_rows(cache, rows.roll(1)))
+
+
+@pytest.mark.parametrize("fault, what", [
+    (shift_positions, "log-probabilities differ"),
+    (ignore_padding, "log-probabilities differ"),
+    (forget_the_temperature, "log-probabilities differ"),
+    (swap_special_tokens, "log-probabilities differ"),
+    (mix_rows_up, "log-probabilities while sampling differ"),
+])
+@pytest.mark.parametrize("precision", ["float32", "mixed", "bfloat16"])
+def test_the_check_notices_a_fault_in_any_precision(
+        fault, what, precision, monkeypatch, tmp_path, capsys):
+    """In the run that everyone starts with, but for a temperature."""
+    fault(monkeypatch)
+
+    code = start([*SMALL, f"model.precision={precision}", "sampling.temperature=0.7",
+                  f"run.dir={tmp_path}"])
+
+    assert code == 2
+    assert f"Qwen2ForCausalLM cannot be trained here: {what}" in capsys.readouterr().err
+
+
+def test_the_check_notices_an_output_layer_that_runs_the_body_again(
+        folder_of, monkeypatch, one_rank):
+    monkeypatch.setattr(policy, "body_of", lambda model: model.base_model)
+
+    with pytest.raises(UserError, match="OPTForCausalLM cannot be trained here: log-prob"):
+        begin(folder_of("opt"))
+
+
+def test_the_check_notices_noise_that_a_model_adds_only_while_it_learns(folder_of, one_rank):
+    run = begin(folder_of("phimoe"))
+    for layer in run.model.modules():
+        if hasattr(layer, "router_jitter_noise"):
+            layer.router_jitter_noise = 0.3
+
+    with pytest.raises(UserError, match="PhimoeForCausalLM cannot be trained here: log-prob"):
+        check.check_model(run)
+
+
+def test_a_run_checks_its_model_when_it_begins_and_when_it_resumes(tmp_path, monkeypatch):
+    steps = []
+    monkeypatch.setattr(main, "check_model", lambda run: steps.append(run.step))
+
+    start([*SMALL, "training.max_steps=1", f"run.dir={tmp_path}"])
+    start([*SMALL, "training.max_steps=1", f"run.dir={tmp_path}"])
+
+    assert steps == [0, 0]  # The checkpoint is read after it.
+
+
+# ---------------------------------------------------------------- parts that no text goes through
+
+def test_a_tower_for_images_does_not_learn_and_is_told_of(folder_of, one_rank, capsys):
+    run = begin(folder_of("gemma3"))
+
+    said = capsys.readouterr().out
+    assert "like model.vision_tower" in said and "stay as they are" in said
+    for name, parameter in run.model.named_parameters():
+        assert parameter.requires_grad == ("language_model" in name), name
+
+
+def test_a_tower_for_images_gets_no_adapters(folder_of, one_rank):
+    run = begin(folder_of("gemma3"), model__lora_rank=2)
+
+    adapters = [name for name, _ in run.model.named_parameters() if "lora_" in name]
+    assert adapters and all("language_model" in name for name in adapters)
+
+
+def test_in_mixed_precision_only_what_learns_is_loaded_in_float32(folder_of, monkeypatch, one_rank):
+    load = model.AutoModelForCausalLM.from_pretrained
+    types = []
+
+    def load_and_note(*arguments, dtype, **named):
+        types.append(dtype)
+        return load(*arguments, dtype=dtype, **named)
+
+    monkeypatch.setattr(model.AutoModelForCausalLM, "from_pretrained", load_and_note)
+
+    full = begin(folder_of("gemma3"), model__precision="mixed").model
+    adapted = begin(folder_of("gemma3"), model__precision="mixed", model__lora_rank=2).model
+
+    assert types == [torch.float32, torch.bfloat16]
+    for loaded in (full, adapted):
+        for name, parameter in loaded.named_parameters():
+            master = torch.float32 if parameter.requires_grad else torch.bfloat16
+            assert parameter.dtype == master, name
+
+
+# ---------------------------------------------------------------- loading
+
+def write_gguf(folder: Path, path: Path) -> None:
+    """Writes the tiny model, which is a Qwen 2, as llama.cpp does, without rounding."""
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    config = loaded.config
+    writer = gguf.GGUFWriter(path, "qwen2")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_tokenizer_model("gpt2")
+    tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.NORMAL] * len(tokens))
+    writer.add_token_scores([0.0] * len(tokens))
+    writer.add_eos_token_id(tokenizer.eos_token_id)
+    names_in_file = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config.num_hidden_layers)
+    for name, tensor in loaded.named_parameters():
+        writer.add_tensor(names_in_file.get_name(name, (".weight", ".bias")),
+                          tensor.detach().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_file_trains_and_best_is_an_ordinary_folder(tmp_path, capsys):
+    write_gguf(ROOT / "tiny" / "model", tmp_path / "tiny.gguf")
+
+    code = start([*SMALL, f"model.name={tmp_path}/tiny.gguf", f"run.dir={tmp_path}",
+                  "training.max_steps=0"])
+
+    assert code == 0 and "rounded to a few bits" in capsys.readouterr().out
+    original = transformers.AutoModelForCausalLM.from_pretrained(ROOT / "tiny" / "model")
+    best = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "best")
+    for name, tensor in original.state_dict().items():
+        assert torch.equal(tensor, best.state_dict()[name]), name
+
+
+def test_longrope_models_end_where_the_frequencies_of_all_rows_would_change():
+    config = tiny_config("phi3")
+
+    assert tasks.longest_text(config) == 128
+    config.rope_parameters = {"rope_type": "longrope", "original_max_position_embeddings": 50}
+    assert tasks.longest_text(config) == 50
+
+
+@pytest.mark.parametrize("has_bfloat16, wanted, precision, says", [
+    (True, None, "mixed", ""),
+    (False, None, "float32", "this GPU does not compute in bfloat16"),
+    (False, "mixed", "mixed", "only emulates bfloat16"),
+])
+def test_a_gpu_without_bfloat16_takes_float32_and_says_so(
+        has_bfloat16, wanted, precision, says, monkeypatch, capsys):
+    def is_supported(including_emulation=True):
+        return has_bfloat16 or including_emulation
+
+    monkeypatch.setattr(settings, "DEVICE", torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_supported)
+
+    assert settings.choose_precision(wanted) == precision
+    assert says in capsys.readouterr().out
