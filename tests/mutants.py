@@ -32,6 +32,8 @@ LOGGER, REFILL, MODELS = "test_logger.py", "test_refill.py", "test_models.py"
 # The first tests of some files take long, so these mutants name their test.
 RANKS = f"{FAMILY}::test_the_gradient_is_the_same_on_any_number_of_ranks"
 TOTALS = f"{RUN}::test_sums_and_maxima_are_those_of_all_ranks_on_each"
+FULL_DISK = (f"{FAILURES}::test_a_disk_that_takes_no_more_is_one_line_and_the_former_checkpoints_"
+             "stay")
 SECRETS = f"{FAILURES}::test_nothing_of_the_environment_is_written_or_said"
 ORDER = f"{RUN}::test_the_order_of_questions_depends_on_seed_and_epoch_alone"
 SPLIT = f"{RUN}::test_no_problem_is_in_both_splits_in_whatever_order_of_its_numbers"
@@ -334,7 +336,7 @@ MUTANTS = [
            f"{FAILURES}::test_restarts_on_several_machines_ask_for_a_store_of_their_own"),
     Mutant("a full disk that ends in a traceback", "machinery/checkpoints.py",
            "(OSError, SafetensorError))", "(KeyError,))",
-           f"{FAILURES}::test_a_disk_that_takes_no_more_is_one_line_and_the_former_checkpoints_stay"),
+           FULL_DISK),
     Mutant("a progress bar without truncated answers", "machinery/sampling.py",
            "    on_ended(len(completion_of_row))  # These are truncated.\n", "", SAMPLING),
     Mutant("learning in the mode that sampling leaves", "main.py",
