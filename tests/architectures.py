@@ -189,7 +189,7 @@ def lists(findings: list[Finding]) -> str:
     own = [finding.name for finding in right if finding.has_own_prompts]
     targets = [finding.name for finding in right if finding.needs_targets]
     refused = [finding.name for finding in findings if finding.refusal]
-    versions = f"transformers {transformers.__version__}, architectures by their `model_type`"
+    versions = f"transformers {transformers.__version__}, architectures by their model type"
     parts = [
         f"{versions}: {len(findings)} were tried, and {len(right)} are right.",
         f"**Right ({len(shared)}).** {', '.join(shared)}.",

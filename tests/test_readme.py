@@ -28,8 +28,9 @@ SOURCES = "\n".join(
 ELSEWHERE = {"runs/<name>/", "checkpoints/step-NNNNNN/", "best/", "tokenizers", "no_sync", "uv",
              "mine.jsonl", "terse.py", "spawn", "forkserver", "my.yaml", "mytask.py", "exercise/",
              "exercise/main.py",
-             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
-             "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "sqlite:///mlflow.db", "from_pretrained"}
+             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+             "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "sqlite:///mlflow.db", "from_pretrained",
+             "can_use_mem_efficient_attention", "sdp_utils.cpp", "grouped_mm"}
 
 
 def bash_of(page: str) -> list[str]:
