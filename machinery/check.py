@@ -17,7 +17,7 @@ from machinery.errors import UserError, as_user_error
 from machinery.ranks import errors_on_all_ranks
 from machinery.sampling import generate
 
-# So many nats may be between two means, over 15 to 60 tokens. In float32 rounding makes 1e-7 to 2e-5
+# Two means over 15 to 60 tokens may differ by so many nats. In float32 rounding makes 1e-7 to 2e-5
 # of it. The other two keep 8 bits of a number, which makes 0.01 to 0.06 in published models. Nearly
 # every fault makes more.
 ALLOWED = {"float32": 1e-3, "mixed": 0.2, "bfloat16": 0.2}
