@@ -461,9 +461,9 @@ def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
             config, folder, log, task, tokenizer, stop_ids, training_questions,
             validation_questions, model, sampler, policy, reference, optimizer,
             step=0, best=(-math.inf, -math.inf), last_evaluation=None)
-        check_model(run)  # Policy and sampler do as the model by itself, or the run ends here.
         folder.restore(run)
         refresh_sampler(sampler, model)
+        check_model(run)  # Policy and sampler do as the model by itself, or the run ends here.
     return run
 
 

@@ -2,8 +2,8 @@
 
 `Policy` reads padded answers together, and a prompt once for several of them. `generate` continues
 from a cache and drops rows. Where a model is not exact in one of these, a run would learn from
-wrong numbers, and nothing would say so. So both are compared with the model's own forward pass of
-one row by itself, without padding and without a cache."""
+wrong numbers, and nothing would say so. So both are compared with the sampler's own forward pass
+of one row by itself, without padding and without a cache."""
 
 from itertools import cycle, islice
 from types import SimpleNamespace
@@ -17,9 +17,8 @@ from machinery.errors import UserError, as_user_error
 from machinery.ranks import errors_on_all_ranks
 from machinery.sampling import generate
 
-# Two means over 15 to 60 tokens may differ by so many nats. In float32 rounding makes 1e-7 to 2e-5
-# of it. The other two keep 8 bits of a number, which makes 0.01 to 0.06 in published models. Nearly
-# every fault makes more.
+# The mean absolute difference, over 11 to 60 tokens, may be so many nats. In float32 rounding makes
+# 1e-7 to 2e-5. In mixed and bfloat16, which keep 8 bits of a number, it makes 0.002 to 0.06.
 ALLOWED = {"float32": 1e-3, "mixed": 0.2, "bfloat16": 0.2}
 NUM_SAMPLED = 20  # more than the 16 tokens after which `generate` drops rows and continues
 NO_STOP = [2**31 - 1]  # No token has this id, so all rows stay to the end.
@@ -29,31 +28,32 @@ NO_STOP = [2**31 - 1]  # No token has this id, so all rows stay to the end.
 def check_model(run: Any) -> None:
     """Refuses a model that is not the same in `Policy`, or in `generate`, as by itself. Collective.
 
-    The sampler stands for the model by itself, since it is whole on each rank. It has the same
-    weights, in mixed precision rounded to half."""
+    The sampler stands for the model by itself, because it is whole on each rank, also where the
+    policy is sharded. In mixed precision it is a copy in bfloat16."""
     name = type(run.model).__name__
     # Divided by a low temperature, logits differ by more.
     allowed = ALLOWED[run.config.model.precision] / min(1.0, run.config.sampling.temperature)
     with errors_on_all_ranks(), as_user_error(f"{name} cannot be trained here"):
         differences = {**compare_policy(run), **compare_sampling(run)}
         for what, difference in differences.items():
-            if difference > allowed:  # A model whose numbers are nan is refused when it samples.
+            if not difference <= allowed:  # It may be nan.
                 raise UserError(
                     f"{name} cannot be trained here: {what} differ from its own forward pass by "
-                    f"{difference:.2g} in the mean, and rounding explains {allowed:.2g} "
+                    f"{difference:.2g} in the mean, and {allowed:.2g} is allowed for rounding "
                     "(docs/running.md#models)")
 
 
 def compare_policy(run: Any) -> dict[str, float]:
     """Compares log-probabilities and entropies of three answers that differ in length. Two of them
     have the same prompt."""
-    long, short, text = two_prompts(run)
+    text, long, short = two_prompts(run)
     stop = run.stop_ids[:1]
     answers = [
         SimpleNamespace(prompt_ids=long, completion_ids=text[len(long):] + stop),
-        SimpleNamespace(prompt_ids=long, completion_ids=text[len(long):][:1] + stop),
-        SimpleNamespace(prompt_ids=short, completion_ids=text[len(short):][:5] + stop),
+        SimpleNamespace(prompt_ids=long, completion_ids=text[len(long):len(long) + 1] + stop),
+        SimpleNamespace(prompt_ids=short, completion_ids=text[len(short):len(short) + 5] + stop),
     ]
+    # The sampler may consist of the same modules, so the mode is set before each.
     run.policy.train()  # In train mode a model may add noise.
     log_probs, entropies = run.policy(answers)
     run.sampler.eval()
@@ -71,15 +71,16 @@ def compare_policy(run: Any) -> dict[str, float]:
 
 
 def compare_sampling(run: Any) -> dict[str, float]:
-    """Samples greedily. Compares log-probabilities in this, and the tokens with the likeliest ones:
-    where rounding has chosen another token, it has nearly the same logit."""
-    long, short, _ = two_prompts(run)
+    """Samples greedily. Compares log-probabilities in this, and the tokens with the likeliest ones.
+    Rounding may choose another token, but only one with nearly the same logit."""
+    _, long, short = two_prompts(run)
     prompts = [long, short, long]
     num_sampled = min(NUM_SAMPLED, run.config.training.max_new_gen_tokens)
     greedy = GenerationConfig(
         do_sample=False, max_new_tokens=num_sampled, eos_token_id=NO_STOP, pad_token_id=0)
     logits_of_steps = []  # each (rows, vocabulary)
 
+    # `generate` here returns tokens alone, so a hook notes the logits.
     def note(module: nn.Module, arguments: tuple, output: Any) -> None:
         logits_of_steps.append(output.logits[:, -1].float())
 
@@ -100,11 +101,11 @@ def compare_sampling(run: Any) -> dict[str, float]:
 
 
 def two_prompts(run: Any) -> tuple[list[int], list[int], list[int]]:
-    """Returns a prompt of the run up to four fifths of it, up to its half, and whole, of at most 50
-    tokens. A prompt that has not even 10 is repeated."""
+    """Returns the first 50 tokens of a prompt, or all that it has, and two prompts that these begin
+    with: four fifths of them, and their half. A prompt that has not even 10 tokens is repeated."""
     prompt = run.training_questions[0].prompt_ids
     text = list(islice(cycle(prompt), max(10, min(50, len(prompt)))))
-    return text[:len(text) * 4 // 5], text[:len(text) // 2], text
+    return text, text[:len(text) * 4 // 5], text[:len(text) // 2]
 
 
 def own_logits(model: nn.Module, prompt: list[int], completion: list[int]) -> torch.Tensor:

@@ -59,7 +59,8 @@ class RunFolder:
         if self.lock is None:
             return
         if not (self.path / "config.yaml").exists():  # The start was refused, and leaves no folder.
-            (self.path / ".lock").unlink(missing_ok=True)
+            for name in (".lock", *GROWING_FILES):
+                (self.path / name).unlink(missing_ok=True)
             with suppress(OSError):  # Something else is in the folder.
                 self.path.rmdir()
         self.lock.close()

@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -44,14 +45,15 @@ def load_model(config: Config) -> tuple[Any, Any]:
         forget_quantization(model, name)
     if config.model.lora_rank or not config.training.shard:
         model.to(DEVICE)  # A sharded model moves there layer by layer.
+    # First what no text reaches is frozen, then adapters come, and of these the same is frozen.
     with as_user_error(f"{type(model).__name__} cannot be trained here"):
-        unreached = find_unreached(model)
+        unreached = find_unreached(model, config)
     freeze(model, unreached)
     if config.model.lora_rank:
         add_adapters(model, config, unreached)
         with as_user_error(f"{type(model).__name__} cannot be trained with "
                            f"model.lora_targets={config.model.lora_targets}"):
-            freeze(model, find_unreached(model))  # Not all layers that have weights are called.
+            freeze(model, find_unreached(model, config))  # Not all linear layers are called.
     if config.model.precision == "mixed":
         make_masters(model)
     if config.model.gradient_checkpointing:
@@ -82,7 +84,7 @@ def load_weights(source: dict[str, Any], config: Config) -> tuple[Any, dict[str,
     for part in (model_config, model_config.get_text_config()):
         for key in vars(part):
             # With noise, what is learned from would not be what was sampled.
-            if "dropout" in key or key.endswith(("pdrop", "jitter_noise")):
+            if "dropout" in key or key.endswith(("pdrop", "layerdrop", "jitter_noise")):
                 setattr(part, key, 0.0)
     settings = config.model
     # With LoRA nearly all weights are frozen, and need no float32 masters.
@@ -113,9 +115,9 @@ def forget_quantization(model: Any, name: str) -> None:
     model.name_or_path = name
 
 
-def find_unreached(model: Any) -> list[str]:
-    """Returns the names of parameters that would learn but have no part in an answer, like those of
-    a tower that reads images, or a bias that mixtures of experts set in another way."""
+def find_unreached(model: Any, config: Config) -> list[str]:
+    """Returns the names of parameters that would learn but get no gradient from an answer, like
+    those of a tower that reads images, or a router's bias that is balanced in another way."""
     learning = {name: value for name, value in model.named_parameters() if value.requires_grad}
     reached = set()
 
@@ -127,9 +129,12 @@ def find_unreached(model: Any) -> list[str]:
     attention = model.config._attn_implementation
     if model.device != DEVICE:
         model.set_attn_implementation("eager")  # Others may need the GPU.
-    model.train()  # In Gemma 3n it makes a difference.
-    states, _ = states_before_tokens(model, [DUMMY_ANSWER])
-    output_logits(model, states).sum().backward()
+    model.train()  # Gemma 3n uses its layer `correction_coefs` in another way in this mode.
+    answer = SimpleNamespace(prompt_ids=list(range(8)), completion_ids=list(range(8, 16)))
+    is_mixed = config.model.precision == "mixed"  # Some kinds of attention want half precision.
+    with torch.autocast(model.device.type, HALF_PRECISION, enabled=is_mixed):
+        states, _ = states_before_tokens(model, [answer])
+        output_logits(model, states).sum().backward()
     if model.device != DEVICE:
         model.set_attn_implementation(attention)
     for hook in hooks:
@@ -142,8 +147,8 @@ def freeze(model: Any, names: list[str]) -> None:
     for name in names:
         model.get_parameter(name).requires_grad = False
     if RANK == 0 and names:
-        print(f"{len(names)} parameters of {type(model).__name__}, like {names[0]}, have no part "
-              "in an answer, so they stay as they are")
+        print(f"{len(names)} parameters of {type(model).__name__}, like {names[0]}, get no "
+              "gradient from text, so they stay as they are")
 
 
 def add_adapters(model: Any, config: Config, unreached: Sequence[str] = ()) -> None:
@@ -169,10 +174,13 @@ def add_adapters(model: Any, config: Config, unreached: Sequence[str] = ()) -> N
 
 
 def make_masters(model: Any) -> None:
-    """In mixed precision what learns has a float32 master. The other weights do without."""
+    """In mixed precision what learns, like adapters, has a float32 master. Frozen matrices are in
+    half precision. Frozen vectors stay as loaded: a router's bias may have to be in float32."""
     for parameter in model.parameters():
-        dtype = torch.float32 if parameter.requires_grad else HALF_PRECISION
-        parameter.data = parameter.data.to(dtype)
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.float32)
+        elif parameter.ndim > 1:
+            parameter.data = parameter.data.to(HALF_PRECISION)
 
 
 def check_lora_targets(model: nn.Module, targets: list[str]) -> None:
@@ -213,7 +221,11 @@ def make_sampler(model: Any, config: Config) -> Any:
     token. Otherwise it shares the weights of the model. Its own generation config is empty: from
     there `generate` would take all that is left open, like the temperature of a chat model."""
     if config.model.precision == "mixed":
-        sampler = frozen_copy(model, lambda parameter: HALF_PRECISION)
+        def type_of(parameter: nn.Parameter) -> torch.dtype:
+            is_matrix = parameter.ndim > 1
+            return HALF_PRECISION if is_matrix or parameter.requires_grad else parameter.dtype
+
+        sampler = frozen_copy(model, type_of)
     elif config.training.shard:
         sampler = frozen_copy(model, lambda parameter: parameter.dtype)
     else:
@@ -281,5 +293,5 @@ def check_all_learn(model: nn.Module) -> None:
             unused.append(name)
     if unused:
         raise UserError(f"model.name: {len(unused)} of its parameters, like {unused[0]}, take no "
-                        "part in an answer, so they cannot learn: take a model of text alone, or "
-                        "set model.lora_rank and model.lora_targets")
+                        "part in an answer, so they cannot learn: set model.lora_rank and "
+                        "model.lora_targets")

@@ -36,7 +36,7 @@ def states_before_tokens(
     parts = []
     for start in range(0, len(answers), ANSWERS_PER_PASS):
         parts.append(answers[start:start + ANSWERS_PER_PASS])
-    # With gradient checkpointing a layer refuses to use a cache.
+    # With gradient checkpointing transformers turns the cache off.
     if model.is_activation_checkpointing or has_running_state(model):
         results = [read_with_prompts(model, part) for part in parts]
     else:

