@@ -1,7 +1,7 @@
 """A model is checked before it is trained: does all that makes it fast here leave it as it is?
 
 `Policy` reads padded answers together, and a prompt once for several of them. `generate` continues
-from a cache and drops rows. Where a model is not exact in one of these, a run would learn from
+from a cache. Where a model is not exact in one of these, a run would learn from
 wrong numbers, and nothing would say so. So both are compared with the sampler's own forward pass
 of one row by itself, without padding and without a cache."""
 
@@ -31,8 +31,7 @@ def check_model(run: Any) -> None:
     The sampler stands for the model by itself, because it is whole on each rank, also where the
     policy is sharded. In mixed precision it is a copy in bfloat16."""
     name = type(run.model).__name__
-    # Divided by a low temperature, logits differ by more.
-    allowed = ALLOWED[run.config.model.precision] / min(1.0, run.config.sampling.temperature)
+    allowed = ALLOWED[run.config.model.precision]
     with errors_on_all_ranks(), as_user_error(f"{name} cannot be trained here"):
         differences = {**compare_policy(run), **compare_sampling(run)}
         for what, difference in differences.items():
@@ -64,9 +63,11 @@ def compare_policy(run: Any) -> dict[str, float]:
         of_all = (logits / run.config.sampling.temperature).log_softmax(-1)  # (tokens, vocabulary)
         own_log_probs.append(of_tokens(of_all, answer.completion_ids))
         own_entropies.append(-(of_all.exp() * of_all).sum(-1))
+    # Logits that are divided by a low temperature differ by more.
+    scale = min(1.0, run.config.sampling.temperature)
     return {
-        "log-probabilities": mean_difference(log_probs, torch.cat(own_log_probs)),
-        "entropies": mean_difference(entropies, torch.cat(own_entropies)),
+        "log-probabilities": scale * mean_difference(log_probs, torch.cat(own_log_probs)),
+        "entropies": scale * mean_difference(entropies, torch.cat(own_entropies)),
     }
 
 
@@ -80,7 +81,7 @@ def compare_sampling(run: Any) -> dict[str, float]:
         do_sample=False, max_new_tokens=num_sampled, eos_token_id=NO_STOP, pad_token_id=0)
     logits_of_steps = []  # each (rows, vocabulary)
 
-    # `generate` here returns tokens alone, so a hook notes the logits.
+    # `generate` here returns tokens alone, so a hook notes the logits, once for each token.
     def note(module: nn.Module, arguments: tuple, output: Any) -> None:
         logits_of_steps.append(output.logits[:, -1].float())
 
@@ -96,7 +97,7 @@ def compare_sampling(run: Any) -> dict[str, float]:
         differences.append(of_tokens(own.log_softmax(-1) - logits.log_softmax(-1), completion))
     return {
         "log-probabilities while sampling": float(torch.cat(differences).abs().mean()),
-        "greedily sampled tokens": float(torch.cat(behind_likeliest).mean()),
+        "logits of greedily sampled tokens": float(torch.cat(behind_likeliest).mean()),
     }
 
 

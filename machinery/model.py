@@ -43,6 +43,9 @@ def load_model(config: Config) -> tuple[Any, Any]:
         raise UserError(f"model.name={name!r}: no answer could end without an end-of-text token")
     if name.endswith(".gguf"):
         forget_quantization(model, name)
+    if getattr(model, "is_quantized", False):
+        raise UserError(f"model.name={name!r} is quantized, and such weights cannot learn here: "
+                        "take the model as it was before")
     if config.model.lora_rank or not config.training.shard:
         model.to(DEVICE)  # A sharded model moves there layer by layer.
     # First what no text reaches is frozen, then adapters come, and of these the same is frozen.
@@ -126,7 +129,7 @@ def find_unreached(model: Any, config: Config) -> list[str]:
         parameter.grad = None  # All gradients together would take much memory.
 
     hooks = [value.register_post_accumulate_grad_hook(note) for value in learning.values()]
-    attention = model.config._attn_implementation
+    own_kinds = kinds_of_attention(model.config)
     if model.device != DEVICE:
         model.set_attn_implementation("eager")  # Others may need the GPU.
     model.train()  # Gemma 3n uses its layer `correction_coefs` in another way in this mode.
@@ -136,10 +139,20 @@ def find_unreached(model: Any, config: Config) -> list[str]:
         states, _ = states_before_tokens(model, [answer])
         output_logits(model, states).sum().backward()
     if model.device != DEVICE:
-        model.set_attn_implementation(attention)
+        model.set_attn_implementation(own_kinds)
     for hook in hooks:
         hook.remove()
     return [name for name, parameter in learning.items() if parameter not in reached]
+
+
+def kinds_of_attention(config: Any) -> dict[str, str]:
+    """Returns the kind of the whole model, under "", and that of each part, like its tower."""
+    kinds = {"": config._attn_implementation}
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if part is not None:
+            kinds[name] = part._attn_implementation
+    return kinds
 
 
 def freeze(model: Any, names: list[str]) -> None:

@@ -102,7 +102,8 @@ def begin(folder: Path, **overrides) -> SimpleNamespace:
 def begin_with_adapters(finding: Finding, folder: Path) -> SimpleNamespace:
     try:
         return begin(folder, model__lora_rank=4)
-    except UserError:
+    except UserError as error:
+        assert "model.lora_targets" in str(error), error
         finding.needs_targets = True
         return begin(folder, model__lora_rank=4, model__lora_targets=["q_proj", "v_proj"])
 

@@ -15,7 +15,7 @@ from architectures import (
     plain_log_probs,
     save_with_tokenizer,
 )
-from conftest import SMALL, relative_error, start
+from conftest import SMALL, make_config, relative_error, start
 from processes import ROOT, ranks, torchrun
 from tiny_models import CANNOT, names, tiny_config, tiny_model
 
@@ -253,7 +253,26 @@ def test_in_mixed_precision_only_what_learns_is_loaded_in_float32(folder_of, mon
                 assert parameter.dtype == torch.bfloat16, name
 
 
+def test_each_part_gets_its_own_kind_of_attention_back(folder_of, monkeypatch, one_rank):
+    """While a sharded model is still on the CPU, a pass is made with another kind."""
+    monkeypatch.setattr(model, "DEVICE", torch.device("meta"))
+
+    loaded, _ = main.load_model(make_config(
+        model__name=str(folder_of("gemma4")), model__precision="float32", training__shard=True))
+
+    kinds = model.kinds_of_attention(loaded.config)
+    assert kinds["text_config"] == "sdpa" and kinds["audio_config"] == "eager"
+
+
 # ---------------------------------------------------------------- loading
+
+def test_a_quantized_model_is_refused(folder_of, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(transformers.Lfm2ForCausalLM, "is_quantized", True, raising=False)
+
+    code = start([*SMALL, f"model.name={folder_of('lfm2')}", f"run.dir={tmp_path}"])
+
+    assert code == 2 and "is quantized" in capsys.readouterr().err
+
 
 def write_gguf(folder: Path, path: Path) -> None:
     """Writes the tiny model, which is a Qwen 2, as llama.cpp does, without rounding."""
