@@ -198,3 +198,40 @@ def test_a_task_cannot_take_the_place_of_another_module(name, tmp_path, capsys):
 
     assert f"module {name}; rename the file" in capsys.readouterr().err
     assert sys.modules[name] is module
+
+
+# ---------------------------------------------------------------- sums
+
+arithmetic = main.load_task(make_config(task__name="examples/arithmetic.py"))
+
+
+def test_sums_are_made_up_by_the_settings_and_are_always_the_same():
+    rows = arithmetic.load("numbers=3 low=1 high=9 signs=+-", 50)
+
+    assert rows == arithmetic.load("numbers=3 low=1 high=9 signs=+-", 50) and len(rows) == 50
+    for row in rows:
+        assert row["prompt"] == f"{row['problem']} ="
+        assert re.fullmatch(r"[1-9] [+-] [1-9] [+-] [1-9]", row["problem"])
+        assert row["result"] == eval(row["problem"])
+    assert len({row["problem"] for row in rows}) == 50
+
+
+@pytest.mark.parametrize("sum_, carries", [
+    ("12 + 34", 0), ("17 + 34", 1), ("71 + 34", 1), ("77 + 34", 2), ("95 + 5", 2), ("5 + 4", 0)])
+def test_the_group_of_a_sum_is_how_often_one_carries(sum_, carries):
+    numbers = [int(number) for number in sum_.split(" + ")]
+    assert sys.modules["arithmetic"].num_carries(numbers) == carries
+
+
+@pytest.mark.parametrize("reply, strict, lenient, form", [
+    (" 64", 1, 1, 1), ("64", 1, 1, 1), ("64.", 0, 1, 0), ("17 + 47 = 64", 0, 1, 0),
+    ("63", 0, 0, 1), ("64 apples and 2", 0, 0, 0), ("064", 0, 1, 1), ("", 0, 0, 0)])
+def test_a_sum_is_graded_strictly_leniently_and_by_its_form(reply, strict, lenient, form):
+    parts = arithmetic.reward_function(reply, {"result": 64})
+    assert parts == {"strict": strict, "lenient": lenient, "form": form}
+
+
+@pytest.mark.parametrize("dataset", ["tiny/data", "numbers=two", "signs=*", "high"])
+def test_a_setting_of_sums_that_is_wrong_is_named(dataset):
+    with pytest.raises(ValueError, match="is not like numbers=2"):
+        arithmetic.load(dataset, None)

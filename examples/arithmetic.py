@@ -1,0 +1,80 @@
+"""Sums and differences of whole numbers, for small chat models that know a little of them.
+
+    .venv/bin/torchrun --nproc-per-node=2 main.py --config recipes/smollm2-135m-cpu.yaml
+
+`data.dataset` says which questions: how many numbers, from where to where, and with which signs. It
+is "numbers=2 low=10 high=99 signs=+" in the recipe, and "signs=+-" asks for differences, too. The
+questions are made up here. The head of countdown.py explains the names below.
+"""
+
+import random
+import re
+
+# `strict` is earned by the number alone, and `lenient` also by a reply that ends in it. So the two
+# tell apart whether a model learns to calculate or to write as it is asked to.
+REWARD_WEIGHTS = {"strict": 1.0, "lenient": 0.0, "form": 0.0}
+SOLVED = "strict"
+SYSTEM_MESSAGE = "You are a calculator. You write the result of a sum and nothing else."
+REPLY_START = "="  # It opens every reply. Without it a small model begins to explain.
+DEFAULTS = {"numbers": "2", "low": "10", "high": "99", "signs": "+"}
+MOST_ROWS = 4000
+
+
+def load(dataset: str, max_rows: int | None) -> list[dict]:
+    """Returns random questions, always the same. A group is how often one has to carry."""
+    settings = read_settings(dataset)
+    low, high = int(settings["low"]), int(settings["high"])
+    stream = random.Random(dataset)
+    rows = {}
+    for _ in range(10 * MOST_ROWS):
+        numbers = [stream.randint(low, high) for _ in range(int(settings["numbers"]))]
+        signs = [stream.choice(settings["signs"]) for _ in numbers[1:]]
+        text = str(numbers[0])
+        for sign, number in zip(signs, numbers[1:], strict=True):
+            text += f" {sign} {number}"
+        rows[text] = {"prompt": f"{text} =", "result": result(numbers, signs),
+                      "group": f"{num_carries(numbers)} carried", "problem": text}
+        if len(rows) == min(MOST_ROWS, max_rows or MOST_ROWS):
+            break
+    return list(rows.values())
+
+
+def read_settings(dataset: str) -> dict[str, str]:
+    settings = dict(DEFAULTS)
+    for word in dataset.split():
+        name, _, value = word.partition("=")
+        is_right = re.fullmatch(r"[+-]+", value) if name == "signs" else value.isdecimal()
+        if name not in DEFAULTS or not is_right:
+            raise ValueError(f"data.dataset={dataset!r}: {word!r} is not like numbers=2, low=10, "
+                             "high=99 or signs=+-")
+        settings[name] = value
+    return settings
+
+
+def result(numbers: list[int], signs: list[str]) -> int:
+    total = numbers[0]
+    for sign, number in zip(signs, numbers[1:], strict=True):
+        total += number if sign == "+" else -number
+    return total
+
+
+def num_carries(numbers: list[int]) -> int:
+    """Returns into how many digits one carries when one adds these numbers by hand."""
+    count = 0
+    carried = 0
+    digits = max(len(str(number)) for number in numbers)
+    for place in range(digits):
+        column = carried + sum(number // 10**place % 10 for number in numbers)
+        carried = column // 10
+        count += carried > 0
+    return count
+
+
+def reward_function(completion: str, row: dict) -> dict[str, float]:
+    reply = completion.strip()
+    found = re.findall(r"-?\d+", reply.replace(",", ""))
+    return {
+        "strict": float(reply == str(row["result"])),
+        "lenient": float(bool(found) and int(found[-1]) == row["result"]),
+        "form": float(re.fullmatch(r"-?\d+", reply) is not None),
+    }
