@@ -266,6 +266,15 @@ def test_each_part_gets_its_own_kind_of_attention_back(folder_of, monkeypatch, o
 
 # ---------------------------------------------------------------- loading
 
+def test_dropout_and_the_noise_of_routers_are_off(folder_of, one_rank):
+    loaded = begin(folder_of("phimoe")).model
+    assert tiny_config("phimoe").router_jitter_noise > 0
+
+    for layer in loaded.modules():
+        assert getattr(layer, "router_jitter_noise", 0) == 0
+        assert getattr(layer, "p", 0) == 0  # of nn.Dropout
+
+
 def test_a_quantized_model_is_refused(folder_of, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(transformers.Lfm2ForCausalLM, "is_quantized", True, raising=False)
 
