@@ -20,7 +20,7 @@ from machinery.sampling import generate
 # The mean absolute difference, over 11 to 60 tokens, may be so many nats. In float32 rounding makes
 # 1e-7 to 2e-5. In mixed and bfloat16, which keep 8 bits of a number, it makes 0.002 to 0.06.
 ALLOWED = {"float32": 1e-3, "mixed": 0.2, "bfloat16": 0.2}
-NUM_SAMPLED = 20  # more than the 16 tokens after which `generate` drops rows and continues
+NUM_SAMPLED = 20  # more than the 16 tokens after which `generate` continues from its cache
 NO_STOP = [2**31 - 1]  # No token has this id, so all rows stay to the end.
 
 

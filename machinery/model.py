@@ -134,8 +134,10 @@ def find_unreached(model: Any, config: Config) -> list[str]:
         model.set_attn_implementation("eager")  # Others may need the GPU.
     model.train()  # Gemma 3n uses its layer `correction_coefs` in another way in this mode.
     answer = SimpleNamespace(prompt_ids=list(range(8)), completion_ids=list(range(8, 16)))
-    is_mixed = config.model.precision == "mixed"  # Some kinds of attention want half precision.
-    with torch.autocast(model.device.type, HALF_PRECISION, enabled=is_mixed):
+    # Some kinds of attention want half precision. Beside a whole model in the computer's RAM it
+    # would only take memory.
+    use_half = config.model.precision == "mixed" and model.device == DEVICE
+    with torch.autocast(model.device.type, HALF_PRECISION, enabled=use_half):
         states, _ = states_before_tokens(model, [answer])
         output_logits(model, states).sum().backward()
     if model.device != DEVICE:
