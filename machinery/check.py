@@ -1,9 +1,9 @@
 """A model is checked before it is trained: does all that makes it fast here leave it as it is?
 
 `Policy` reads padded answers together, and a prompt once for several of them. `generate` continues
-from a cache. Where a model is not exact in one of these, a run would learn from
-wrong numbers, and nothing would say so. So both are compared with the sampler's own forward pass
-of one row by itself, without padding and without a cache."""
+from a cache. Where a model is not exact in one of these, a run would learn from wrong numbers, and
+nothing would say so. So both are compared with plain forward passes of the sampler: one row at a
+time, without padding and without a cache."""
 
 from itertools import cycle, islice
 from types import SimpleNamespace
@@ -45,7 +45,7 @@ def check_model(run: Any) -> None:
 def compare_policy(run: Any) -> dict[str, float]:
     """Compares log-probabilities and entropies of three answers that differ in length. Two of them
     have the same prompt."""
-    text, long, short = two_prompts(run)
+    text, long, short = text_and_prompts(run)
     stop = run.stop_ids[:1]
     answers = [
         SimpleNamespace(prompt_ids=long, completion_ids=text[len(long):] + stop),
@@ -74,14 +74,15 @@ def compare_policy(run: Any) -> dict[str, float]:
 def compare_sampling(run: Any) -> dict[str, float]:
     """Samples greedily. Compares log-probabilities in this, and the tokens with the likeliest ones.
     Rounding may choose another token, but only one with nearly the same logit."""
-    _, long, short = two_prompts(run)
+    _, long, short = text_and_prompts(run)
     prompts = [long, short, long]
     num_sampled = min(NUM_SAMPLED, run.config.training.max_new_gen_tokens)
     greedy = GenerationConfig(
         do_sample=False, max_new_tokens=num_sampled, eos_token_id=NO_STOP, pad_token_id=0)
     logits_of_steps = []  # each (rows, vocabulary)
 
-    # `generate` here returns tokens alone, so a hook notes the logits, once for each token.
+    # `generate` here returns tokens alone, so a hook notes the logits, once for each token. The
+    # prompts are read ahead by the body alone, which the hook does not see.
     def note(module: nn.Module, arguments: tuple, output: Any) -> None:
         logits_of_steps.append(output.logits[:, -1].float())
 
@@ -101,7 +102,7 @@ def compare_sampling(run: Any) -> dict[str, float]:
     }
 
 
-def two_prompts(run: Any) -> tuple[list[int], list[int], list[int]]:
+def text_and_prompts(run: Any) -> tuple[list[int], list[int], list[int]]:
     """Returns the first 50 tokens of a prompt, or all that it has, and two prompts that these begin
     with: four fifths of them, and their half. A prompt that has not even 10 tokens is repeated."""
     prompt = run.training_questions[0].prompt_ids

@@ -187,9 +187,9 @@ def choose_precision(wanted: str | None) -> str:
     # By itself PyTorch answers yes if it can only emulate bfloat16, which is slow.
     if torch.cuda.is_bf16_supported(including_emulation=False):
         return wanted or "mixed"
-    if RANK == 0 and wanted in (None, "float32"):
+    if RANK == 0 and wanted is None:
         print("this GPU does not compute in bfloat16, so model.precision is float32")
-    elif RANK == 0:
+    if RANK == 0 and wanted in ("mixed", "bfloat16"):
         print(f"model.precision={wanted}: this GPU only emulates bfloat16, so float32 is faster")
     return wanted or "float32"
 
