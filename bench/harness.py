@@ -86,8 +86,7 @@ def model_of_shape(shape: str):
             model = transformers.AutoModelForCausalLM.from_config(model_config, dtype=dtype)
             if config.model.lora_rank:
                 add_adapters(model, config)
-            if config.model.precision == "mixed":
-                make_masters(model)
+            make_masters(model, config)
         if config.model.gradient_checkpointing:
             model.activation_checkpointing_enable()
         return model, tokenizer

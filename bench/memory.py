@@ -59,8 +59,7 @@ def small_model(config, model_config, layers: int):
         type(model_config).from_dict(settings), dtype=dtype)
     if config.model.lora_rank:
         add_adapters(model, config)
-    if config.model.precision == "mixed":
-        make_masters(model)
+    make_masters(model, config)
     if config.model.gradient_checkpointing:
         model.activation_checkpointing_enable()
     return model.train()
@@ -213,8 +212,7 @@ def estimate(config, model_config, prompt: int, ranks: int = 1) -> dict[str, dic
         model = transformers.AutoModelForCausalLM.from_config(model_config)
         if config.model.lora_rank:
             add_adapters(model, config)
-        if config.model.precision == "mixed":
-            make_masters(model)
+        make_masters(model, config)
     learning = learning_weights(model)
     frozen = sum(map(torch.numel, model.parameters())) - learning
     width = WEIGHT_BYTES[config.model.precision]

@@ -57,8 +57,7 @@ def load_model(config: Config) -> tuple[Any, Any]:
         with as_user_error(f"{type(model).__name__} cannot be trained with "
                            f"model.lora_targets={config.model.lora_targets}"):
             freeze(model, find_unreached(model, config))  # Not all linear layers are called.
-    if config.model.precision == "mixed":
-        make_masters(model)
+    make_masters(model, config)
     if config.model.gradient_checkpointing:
         model.activation_checkpointing_enable()
     return model, tokenizer
@@ -188,9 +187,11 @@ def add_adapters(model: Any, config: Config, unreached: Sequence[str] = ()) -> N
         ))
 
 
-def make_masters(model: Any) -> None:
-    """In mixed precision what learns, like adapters, has a float32 master. Frozen matrices are in
+def make_masters(model: Any, config: Config) -> None:
+    """In mixed precision, and no other, what learns, like adapters, has a float32 master. Frozen matrices are in
     half precision. Frozen vectors stay as loaded: a router's bias may have to be in float32."""
+    if config.model.precision != "mixed":
+        return
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.float32)

@@ -70,8 +70,7 @@ def run_with_model(shard, architecture, dtype, settings):
     model = make_model(architecture, dtype)
     if config.model.lora_rank:
         add_adapters(model, config)
-    if config.model.precision == "mixed":
-        make_masters(model)
+    make_masters(model, config)
     if config.model.gradient_checkpointing:
         model.activation_checkpointing_enable()
     run = SimpleNamespace(config=config, model=model, log=SILENT_LOG)
