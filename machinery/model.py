@@ -188,7 +188,7 @@ def add_adapters(model: Any, config: Config, unreached: Sequence[str] = ()) -> N
 
 
 def make_masters(model: Any, config: Config) -> None:
-    """In mixed precision, and no other, what learns, like adapters, has a float32 master. Frozen matrices are in
+    """In mixed precision what learns, like adapters, has a float32 master. Frozen matrices are in
     half precision. Frozen vectors stay as loaded: a router's bias may have to be in float32."""
     if config.model.precision != "mixed":
         return
