@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 import main
 from machinery.launch import end_process
-from machinery.model import add_adapters, make_masters
+from machinery.model import add_adapters, make_masters, type_when_loaded
 from machinery.ranks import DEVICE, RANK, join, leave_group
 from machinery.settings import ROOT, load_config
 
@@ -80,10 +80,10 @@ def model_of_shape(shape: str):
         tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "tiny" / "model")
         model_config = transformers.Qwen2Config(
             **SHAPES[shape], max_position_embeddings=32_768, eos_token_id=tokenizer.eos_token_id)
-        dtype = torch.bfloat16 if config.model.precision == "bfloat16" else torch.float32
         torch.manual_seed(0)
         with DEVICE:
-            model = transformers.AutoModelForCausalLM.from_config(model_config, dtype=dtype)
+            model = transformers.AutoModelForCausalLM.from_config(
+                model_config, dtype=type_when_loaded(config.model))
             if config.model.lora_rank:
                 add_adapters(model, config)
             make_masters(model, config)

@@ -18,7 +18,7 @@ from machinery.disk import beside_main
 from machinery.errors import UserError, as_user_error
 from machinery.policy import HALF_PRECISION, output_logits, states_before_tokens
 from machinery.ranks import DEVICE, RANK
-from machinery.settings import ROOT, Config
+from machinery.settings import ROOT, Config, Section
 from machinery.sharding import unsharded
 
 
@@ -88,21 +88,25 @@ def load_weights(source: dict[str, Any], config: Config) -> tuple[Any, dict[str,
             # With noise, what is learned from would not be what was sampled.
             if "dropout" in key or key.endswith(("pdrop", "layerdrop", "jitter_noise")):
                 setattr(part, key, 0.0)
-    settings = config.model
-    # With LoRA nearly all weights are frozen, and need no float32 masters.
-    is_half = settings.precision == "bfloat16" or (
-        settings.precision == "mixed" and settings.lora_rank)
     # Without `device_map` each rank of a machine would first hold a whole model in its RAM.
     has_accelerate = transformers.utils.is_accelerate_available()
     to_gpu = DEVICE.type == "cuda" and has_accelerate and not config.training.shard
     return AutoModelForCausalLM.from_pretrained(
         **source,
         config=model_config,
-        dtype=HALF_PRECISION if is_half else torch.float32,
+        dtype=type_when_loaded(config.model),
         device_map={"": DEVICE} if to_gpu else None,
-        attn_implementation=settings.attention,
+        attn_implementation=config.model.attention,
         output_loading_info=True,
     )
+
+
+def type_when_loaded(settings: Section) -> torch.dtype:
+    """Returns the type in which weights are loaded."""
+    # With LoRA nearly all weights are frozen, and need no float32 masters.
+    if settings.precision == "bfloat16" or (settings.precision == "mixed" and settings.lora_rank):
+        return HALF_PRECISION
+    return torch.float32
 
 
 def forget_quantization(model: Any, name: str) -> None:
