@@ -50,6 +50,7 @@ from machinery.check import check_model
 from machinery.checkpoints import RunFolder
 from machinery.evaluation import evaluation_metrics
 from machinery.launch import launch
+from machinery.memory import fit_into_memory
 from machinery.metrics import NOTHING_LEARNED, StepReport, UpdateStatistics
 from machinery.model import (find_stop_ids, load_model, make_reference, make_sampler,
                              refresh_sampler, warm_up)
@@ -254,8 +255,7 @@ class Policy(nn.Module):
             # The hidden state at position t predicts the token at position t + 1.
             states, tokens = states_before_tokens(  # (tokens, width), (tokens,)
                 self.model, answers, self.one_pass)
-            # Logits take a lot of memory. So they are computed for one chunk of tokens at a time,
-            # and once more in the backward pass.
+            # Logits are large, so they are computed in chunks, and again in the backward pass.
             return compute_in_chunks(self.log_probs_of_chunk, states, tokens, self.model)
 
     def log_probs_of_chunk(
@@ -265,8 +265,7 @@ class Policy(nn.Module):
         # Answers are sampled at this temperature. (top_p and top_k, if set, are left out here.)
         log_probs = (logits / self.temperature).log_softmax(-1)
         token_log_probs = log_probs.gather(-1, tokens[:, None])[:, 0]  # (tokens,)
-        with torch.no_grad():
-            # It multiplies in place, because tensors of this shape are large.
+        with torch.no_grad():  # `mul_` multiplies in place, which saves a large tensor.
             entropies = -log_probs.exp().mul_(log_probs).sum(-1)  # (tokens,)
         return token_log_probs, entropies
 
@@ -464,6 +463,7 @@ def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
         folder.restore(run)
         refresh_sampler(sampler, model)
         check_model(run)  # Policy and sampler do as the model by itself, or the run ends here.
+        fit_into_memory(run)  # It chooses tokens_per_micro_batch, if the settings leave it open.
     return run
 
 

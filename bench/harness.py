@@ -7,7 +7,6 @@ import random
 import statistics
 import sys
 import time
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +16,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.distributed as dist
 import transformers
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import main
+from machinery import memory
 from machinery.launch import end_process
 from machinery.model import add_adapters, make_masters, type_when_loaded
 from machinery.ranks import DEVICE, RANK, join, leave_group
@@ -47,7 +45,7 @@ SHAPES = {
 }
 
 # Takes the place of checkpoints.RunFolder. There is nothing to resume from.
-NO_FOLDER = SimpleNamespace(restore=lambda run: None)
+NO_FOLDER = SimpleNamespace(restore=lambda run: None, checkpoint=None)
 # `training_step` would evaluate at these steps, and evaluations are not measured.
 NEVER_EVALUATE = ["validation.every=1000000000", "training.max_steps=1000000000"]
 
@@ -215,42 +213,18 @@ def sampling_floors(model, answers: list[main.Trajectory],
 
 # ---------------------------------------------- memory
 
-class LiveBytes(TorchDispatchMode):
-    """Counts at each operation how many bytes all tensors hold. On a CPU this takes the place of a
-    GPU's allocator. It cannot see what a single operation needs inside."""
+class LiveBytes(memory.LiveBytes):
+    """On a CPU this takes the place of a GPU's allocator."""
 
     counting = None  # the one that counts now, for `peak_memory`
 
     def __enter__(self):
-        self.now = 0
-        self.peak = 0
-        self.seen = set()
         LiveBytes.counting = self
         return super().__enter__()
 
     def __exit__(self, *error):
         LiveBytes.counting = None
         return super().__exit__(*error)
-
-    def __torch_dispatch__(self, function, types, arguments=(), named=None):
-        result = function(*arguments, **(named or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self.see(tensor.untyped_storage())
-        return result
-
-    def see(self, storage) -> None:
-        address = storage._cdata
-        size = storage.nbytes()
-        if address not in self.seen:  # Several tensors may share it.
-            self.seen.add(address)
-            self.now += size
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self.gone, address, size)
-
-    def gone(self, address: int, size: int) -> None:
-        self.seen.remove(address)
-        self.now -= size
 
 
 def peak_memory() -> dict[str, float]:

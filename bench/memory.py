@@ -24,6 +24,7 @@ import harness
 from harness import DEVICE, LiveBytes, main, say, torch, transformers
 
 from machinery.disk import beside_main
+from machinery.memory import MOST_TOKENS
 from machinery.model import add_adapters, make_masters
 from machinery.policy import ANSWERS_PER_PASS, LOGITS_PER_CHUNK
 from machinery.prompts import CACHE_ROOM
@@ -137,7 +138,8 @@ def learning_parts(config, model_config, model, prompt: int) -> tuple[dict[str, 
     """Returns what is allocated at the highest of five moments, and how much more is reserved."""
     training = config.training
     is_mixed = config.model.precision == "mixed"
-    rows = min(max(1, training.tokens_per_micro_batch // (prompt + training.max_new_gen_tokens)),
+    max_tokens = training.tokens_per_micro_batch or MOST_TOKENS
+    rows = min(max(1, max_tokens // (prompt + training.max_new_gen_tokens)),
                training.num_samples_per_step * training.k_best_of_n[0])
     kept, at_a_layer = activations(config, model_config, prompt, rows)
     logits = rows * training.max_new_gen_tokens * model_config.vocab_size

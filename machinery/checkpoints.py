@@ -233,6 +233,7 @@ class RunFolder:
                     "last_evaluation": run.last_evaluation,
                     "num_ranks": WORLD_SIZE,
                     "config": flatten(self.config),
+                    "tokens_per_micro_batch": run.config.training.tokens_per_micro_batch,
                     "seconds": self.seconds(),
                     "bytes": self.sync_growing_files(),
                     "files": sorted(os.listdir(folder)),

@@ -13,6 +13,11 @@ from machinery.errors import SharedError, UserError, describe, is_lost_rank
 from machinery.ranks import RANK, join, leave_group
 
 SECONDS_FOR_THE_CAUSE = 5
+KILLED = (
+    "a rank that ends by SIGKILL, exit code -9, has most often run out of the computer's memory: "
+    "lower training.tokens_per_micro_batch, then sampling.max_rows, or start fewer ranks"
+)
+UNKNOWN_TIME = 2**31 - 1  # After any other: torchrun takes the earliest failure for the cause.
 
 
 def launch(main: Callable[[list[str]], None], arguments: list[str] | None = None) -> NoReturn:
@@ -21,6 +26,8 @@ def launch(main: Callable[[list[str]], None], arguments: list[str] | None = None
     # A token that the terminal's alphabet lacks must not end a run.
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     faulthandler.enable(2)  # It says where, when C code ends the process.
+    # torchrun shows this if a signal ends the rank. Other errors put theirs in its place.
+    tell_torchrun(KILLED, UNKNOWN_TIME)
     try:
         join()
         main(sys.argv[1:] if arguments is None else arguments)
@@ -56,8 +63,8 @@ def tell_failure(error: BaseException) -> int:
         # before it has waited to the end.
         time.sleep(SECONDS_FOR_THE_CAUSE)
         line = (f"rank {RANK} cannot reach another rank any more ({describe(error)}). If no rank "
-                "says why: a process that takes too much memory is ended without a word; with "
-                "NCCL_DEBUG=INFO nccl says what it does; a container may need --shm-size=1g")
+                f"says why: {KILLED}; with NCCL_DEBUG=INFO nccl says what it does; a container may "
+                "need --shm-size=1g")
         print(line, file=sys.stderr)
     else:
         line = f"{type(error).__name__}: {describe(error)}"
@@ -66,12 +73,12 @@ def tell_failure(error: BaseException) -> int:
     return 1
 
 
-def tell_torchrun(message: str) -> None:
+def tell_torchrun(message: str, when: float | None = None) -> None:
     """Hands a message to torchrun, whose own report comes last on the screen."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         with open(path, "w", encoding="utf-8") as file:
-            json.dump({"message": message, "timestamp": int(time.time())}, file)
+            json.dump({"message": message, "timestamp": int(when or time.time())}, file)
 
 
 def end_process(code: int) -> NoReturn:

@@ -11,11 +11,18 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    modeling_gguf_pytorch_utils,
+)
 
 from machinery.batches import DUMMY_ANSWER
 from machinery.disk import beside_main
 from machinery.errors import UserError, as_user_error
+from machinery.memory import check_optimizer_fits
 from machinery.policy import HALF_PRECISION, output_logits, states_before_tokens
 from machinery.ranks import DEVICE, RANK
 from machinery.settings import ROOT, Config, Section
@@ -25,6 +32,7 @@ from machinery.sharding import unsharded
 def load_model(config: Config) -> tuple[Any, Any]:
     """Returns the model, on this rank's device, and its tokenizer."""
     transformers.utils.logging.disable_progress_bar()
+    modeling_gguf_pytorch_utils.tqdm = lambda tensors, desc: tensors  # This is a bar, too.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # It tells of each attempt.
     name = beside_main(config.model.name)
     check_model_name(name)
@@ -294,6 +302,7 @@ def warm_up(policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     state comes into being at its first step."""
     policy.train()
     model = policy.module.model
+    check_optimizer_fits(model)
     with as_user_error(f"{type(model).__name__} cannot be trained here"):
         for _ in range(2):
             policy.zero_grad(set_to_none=True)

@@ -89,7 +89,7 @@ class TrainingSettings(Section):
     adam_betas: tuple[Decay, Decay]
     weight_decay: Decay
     max_grad_norm: Positive | None
-    tokens_per_micro_batch: Count
+    tokens_per_micro_batch: Count | None
     shard: StrictBool
     seed: Natural
 

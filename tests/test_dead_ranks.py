@@ -84,6 +84,17 @@ def test_torchrun_starts_all_again_and_the_run_ends_as_if_nothing_had_been(
     assert outcome(run_folder) == expected
 
 
+def test_torchruns_report_says_why_a_rank_may_have_been_killed(tmp_path):
+    """A rank that the system kills for its memory cannot say so itself."""
+    result = torchrun(1, __file__, 0, *STEPS, f"run.dir={tmp_path}")
+
+    assert result.returncode == 1
+    report = result.stderr[result.stderr.rindex("Root Cause"):]
+    assert "(SIGKILL)" in report
+    assert launch.KILLED in report
+    assert "training.tokens_per_micro_batch" in launch.KILLED
+
+
 if __name__ == "__main__":
     dead, *arguments = sys.argv[1:]
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":

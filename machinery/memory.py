@@ -1,0 +1,203 @@
+"""What fits into the memory that is free, found out before the first step.
+
+Without this a CPU's system would end a rank without a word, in the middle of a step."""
+
+import os
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from machinery.errors import UserError
+from machinery.policy import LOGITS_PER_CHUNK
+from machinery.prompts import prefill
+from machinery.ranks import DEVICE, RANK, max_over_ranks
+from machinery.text import wrap
+
+MOST_TOKENS = 8192  # Larger micro-batches would save little time.
+SHARE = 0.7  # This much of the free memory is planned for. The estimates below are rough.
+MEMINFO = Path("/proc/meminfo")
+CONTROL_GROUP = Path("/sys/fs/cgroup")  # of a container
+SHORT, LONG = 32, 96  # tokens of the two answers that are measured
+
+
+# ---------------------------------------------------------------- what is free
+
+def free_memory() -> float:
+    """Returns the bytes that each rank can still take. Collective."""
+    dist.barrier()  # All ranks have taken what they need until here.
+    if DEVICE.type == "cuda":
+        free, _ = torch.cuda.mem_get_info()
+        free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    else:
+        free = free_ram() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return -max_over_ranks({"free": -free})["free"]  # that of the rank that has least
+
+
+def free_ram() -> int:
+    """Returns the bytes that the system can give to new tensors."""
+    if not MEMINFO.exists():  # macOS has no such file. Half of its RAM may be free.
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    for line in MEMINFO.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    limit = CONTROL_GROUP / "memory.max"
+    if limit.exists() and limit.read_text().strip() != "max":  # a container with less
+        used = int((CONTROL_GROUP / "memory.current").read_text())
+        for line in (CONTROL_GROUP / "memory.stat").read_text().splitlines():
+            if line.startswith("inactive_file "):
+                used -= int(line.split()[1])  # The system gives this back when it is needed.
+        free = min(free, int(limit.read_text()) - used)
+    return free
+
+
+# ---------------------------------------------------------------- what is needed
+
+class LiveBytes(TorchDispatchMode):
+    """Counts at each operation how many bytes all tensors hold that were made since it began. It
+    cannot see what a single operation needs inside."""
+
+    def __enter__(self):
+        self.now = 0
+        self.peak = 0
+        self.seen = set()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        result = function(*arguments, **(named or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.see(tensor.untyped_storage())
+        return result
+
+    def see(self, storage: torch.UntypedStorage) -> None:
+        address = storage._cdata
+        size = storage.nbytes()
+        if address not in self.seen:  # Several tensors may share it.
+            self.seen.add(address)
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self.gone, address, size)
+
+    def gone(self, address: int, size: int) -> None:
+        self.seen.remove(address)
+        self.now -= size
+
+
+def learning_bytes(run: Any) -> tuple[float, float]:
+    """Returns what a token of a micro-batch needs from the forward to the backward pass, and what
+    learning needs besides, however many tokens there are."""
+    held = {}
+    run.policy.train()
+    for num_tokens in (SHORT, LONG):
+        ids = [token % 8 for token in range(num_tokens)]  # Any model knows these.
+        answer = SimpleNamespace(
+            prompt_ids=ids[:num_tokens // 2], completion_ids=ids[num_tokens // 2:])
+        with LiveBytes() as live, run.policy.no_sync():
+            results = run.policy([answer])  # They hold on to the tensors of the pass.
+            held[num_tokens] = live.now
+        del results
+    of_a_token = (held[LONG] - held[SHORT]) / (LONG - SHORT)
+    # For example weights that autocast has turned into half precision.
+    besides = held[SHORT] - SHORT * of_a_token
+    # The logits of a chunk, over the temperature, their log softmax, and its gradient, in float32.
+    besides += 4 * 4 * LOGITS_PER_CHUNK
+    head = run.model.get_output_embeddings().weight
+    if head.requires_grad:
+        besides += 2 * head.numel() * head.element_size()  # of a chunk, and the sum of chunks
+    return of_a_token, besides
+
+
+def sampling_bytes(run: Any, num_tokens: int) -> float:
+    """Returns what an answer needs while it is sampled, if prompt and answer have so many tokens
+    together: its KV cache and its logits."""
+    held = {}
+    run.sampler.eval()
+    for length in (SHORT, LONG):
+        ids = torch.arange(length, device=DEVICE)[None] % 8
+        with LiveBytes() as live, torch.no_grad():
+            cache = prefill(run.sampler, ids, torch.ones_like(ids, dtype=torch.bool))
+            held[length] = live.now
+        del cache
+    of_a_token = (held[LONG] - held[SHORT]) / (LONG - SHORT)
+    # In float32: the logits, over the temperature, their softmax, and one more while it is made.
+    logits = 4 * 4 * run.model.config.get_text_config().vocab_size
+    return of_a_token * num_tokens + logits
+
+
+# ---------------------------------------------------------------- what fits
+
+def check_optimizer_fits(model: nn.Module) -> None:
+    """Refuses a model for which AdamW's optimizer state does not fit into the computer's RAM. A GPU
+    says so by itself. Collective."""
+    free = free_memory()
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    needed = 2 * sum(parameter.numel() * parameter.element_size() for parameter in learning)
+    if DEVICE.type == "cpu" and needed > free:
+        raise UserError(
+            f"AdamW needs {needed / 1e9:.1f} GB for each rank, and {free / 1e9:.1f} GB are free: "
+            "start fewer ranks, set model.lora_rank to 16, for example, or take a smaller model")
+
+
+def fit_into_memory(run: Any) -> None:
+    """Chooses training.tokens_per_micro_batch if it is left open, and says what may not fit.
+
+    The gradient does not depend on the choice, but its last bits do. So a resumed run keeps what it
+    had. Collective."""
+    training = run.config.training
+    free = free_memory()
+    longest = max(run.training_questions.rows, key=lambda row: len(row["prompt"]))
+    row = len(run.training_questions.encode(longest)) + training.max_new_gen_tokens
+    of_a_token, besides = learning_bytes(run)
+    notes = []
+    if training.tokens_per_micro_batch is None:
+        tokens = tokens_that_fit(SHARE * free - besides, of_a_token)
+        if run.folder.checkpoint is not None:
+            tokens = run.folder.checkpoint.state.get("tokens_per_micro_batch", tokens)
+        training = training.model_copy(update={"tokens_per_micro_batch": tokens})
+        run.config = run.config.model_copy(update={"training": training})
+        limited = f", as each rank has {free / 1e9:.1f} GB" if tokens < MOST_TOKENS else ""
+        notes.append(f"learning takes {tokens:,} tokens at a time{limited} "
+                     "(training.tokens_per_micro_batch)")
+    needed = besides + of_a_token * max(row, training.tokens_per_micro_batch)
+    if needed > free:
+        notes.append(
+            f"! learning may need {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free for each "
+            "rank: lower training.tokens_per_micro_batch or training.max_new_gen_tokens, set "
+            "model.gradient_checkpointing to true, or start fewer ranks")
+    notes += sampling_notes(run, free, row)
+    if RANK == 0:
+        for note in notes:
+            print(wrap(note))
+
+
+def tokens_that_fit(free: float, of_a_token: float) -> int:
+    """Returns a power of two, which small changes of the free memory seldom change."""
+    tokens = MOST_TOKENS
+    while tokens > 1 and tokens * of_a_token > free:
+        tokens //= 2
+    return tokens
+
+
+def sampling_notes(run: Any, free: float, num_tokens: int) -> list[str]:
+    """Says so if the answers that are sampled together may not fit, at their full length."""
+    config = run.config
+    num_trained = config.training.num_samples_per_step * config.training.group_size
+    num_evaluated = len(run.validation_questions) * config.validation.best_of_n
+    num_evaluated //= dist.get_world_size()
+    rows = min(config.sampling.max_rows, max(num_trained, num_evaluated))
+    of_a_row = sampling_bytes(run, num_tokens)
+    if rows * of_a_row <= free:
+        return []
+    fitting = max(1, int(SHARE * free / of_a_row))
+    note = (
+        f"! {rows} answers of up to {num_tokens:,} tokens may need {rows * of_a_row / 1e9:.1f} GB "
+        f"while they are sampled, and {free / 1e9:.1f} GB are free for each rank: lower "
+        f"sampling.max_rows to {fitting}")
+    return [note]
