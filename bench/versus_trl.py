@@ -6,7 +6,8 @@
 Both get the same 16 questions in each step. The learning rate is as good as 0, so both keep the
 same weights. Groups, length and loss (Dr. GRPO without KL) come from config.yaml and the keys that
 you give. Each side runs in each layout, TRL also with a rank's rows in 4 micro-batches. The fastest
-of each side count."""
+of each side count. All sides are in memory at the same time. For a model of 135 M parameters 24 GB
+are too little then, so give --ranks 2 --passes 1."""
 
 import argparse
 import json
@@ -15,8 +16,7 @@ from statistics import median
 from sides import Side
 
 QUESTIONS, WARM_UP = 16, 3  # questions of a step, over all ranks; steps that do not count
-LAYOUTS = [(1, 2), (2, 1)]  # ranks, and threads of each rank
-TRL_PASSES = [1, 4]
+CORES = 2
 
 
 def seconds_of(side: Side) -> float:
@@ -27,16 +27,20 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--trl-python", required=True,
                     help="the Python of an environment with bench/requirements.txt")
 parser.add_argument("--pairs", type=int, default=10, help="steps of each side that count")
+parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="the layouts to try")
+parser.add_argument("--passes", type=int, nargs="+", default=[1, 4],
+                    help="how many micro-batches of a rank's rows TRL may take")
 parser.add_argument("keys", nargs="*", help="section.key=value, for both sides")
 options = parser.parse_intermixed_args()
 
 ours, trl = [], []
-for ranks, threads in LAYOUTS:
+for ranks in options.ranks:
+    threads = CORES // ranks
     keys = [*options.keys, f"training.num_samples_per_step={QUESTIONS // ranks}",
             f"training.max_steps={WARM_UP + options.pairs}", "training.learning_rate=1.0e-30",
             "validation.every=1"]
     ours.append(Side("ours", "steps", ranks, threads, keys))
-    for passes in TRL_PASSES:
+    for passes in options.passes:
         side = Side("trl", "steps", ranks, threads, keys, options.trl_python, passes=passes)
         side.name += f", micro-batches: {passes}"
         trl.append(side)

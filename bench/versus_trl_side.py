@@ -45,7 +45,7 @@ class Ours:
             main.training_step(self.run)
             metrics = self.run.log.metrics
             self.tokens += metrics["completion_length"] * num_answers
-            prompts = [question.row["prompt"] for question in main.questions(self.run)]
+            prompts = [text_of(self.run, question) for question in main.questions(self.run)]
             see(metrics["learning_rate"], prompts)
             turns.end(step)
 
@@ -62,8 +62,8 @@ class Trl:
         self.run = run  # for its task and questions, and to evaluate
         self.training = config.training
         self.tokens = 0.0
-        rows = [{"prompt": row["prompt"], "row": json.dumps(row)}
-                for row in rows_in_order(run.training_questions.rows, config.training)]
+        rows = [{"prompt": text_of(run, question), "row": json.dumps(question.row)}
+                for question in in_order(run.training_questions, config.training)]
         self.trainer = trl.GRPOTrainer(
             model=beside_main(config.model.name), reward_funcs=self.reward,
             train_dataset=datasets.Dataset.from_list(rows),
@@ -108,14 +108,19 @@ class Trl:
 def check_settings(config) -> None:
     training = config.training
     if (training.learning_type, training.scale_rewards, training.loss_normalizer, training.kl_beta,
-            training.updates_per_batch, training.mask_truncated, config.model.lora_rank,
-            config.data.prompt_style) != ("grpo", "none", "max_length", 0, 1, False, 0, "base"):
-        raise UserError("TRL's side can only do Dr. GRPO: plain prompts, one update per batch, no "
-                        "KL term, nothing masked, no LoRA; leave those keys alone")
+            training.updates_per_batch, training.mask_truncated, config.model.lora_rank
+            ) != ("grpo", "none", "max_length", 0, 1, False, 0):
+        raise UserError("TRL's side can only do Dr. GRPO: one update per batch, no KL term, "
+                        "nothing masked, no LoRA; leave those keys alone")
 
 
-def rows_in_order(rows: list[dict], training) -> list[dict]:
-    """Returns the rows of all steps, in the order in which main.questions takes them."""
+def text_of(run: main.Run, question: main.Question) -> str:
+    """Returns the prompt as the model sees it, a chat template included."""
+    return run.tokenizer.decode(question.prompt_ids)
+
+
+def in_order(rows: main.Questions, training) -> list[main.Question]:
+    """Returns the questions of all steps, in the order in which main.questions takes them."""
     ordered = []
     for position in range(training.max_steps * training.num_samples_per_step * WORLD_SIZE):
         epoch, offset = divmod(position, len(rows))

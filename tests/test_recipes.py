@@ -34,7 +34,7 @@ def test_each_recipe_runs_for_a_step_with_all_its_keys_but_those_of_size(recipe,
     data = "tiny/countdown.parquet"
     if "gsm8k" in recipe:
         data = "examples/gsm8k.jsonl"
-    if "smollm2" in recipe:
+    if "-cpu" in recipe:
         data = "numbers=2"
     size = {"model.name": "tiny/model", "data.dataset": data, "data.max_rows": 200,
             "data.num_validation": 2, "data.max_prompt_tokens": 490,

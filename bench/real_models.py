@@ -1,0 +1,251 @@
+"""What published models of 135 M and 0.5 B parameters learn on two CPU cores.
+
+    .venv/bin/python bench/real_models.py train a 0 --model models/smollm2.gguf
+    .venv/bin/python bench/real_models.py transfer 0 --model models/smollm2.gguf
+    .venv/bin/python bench/real_models.py tasks smollm2-135m --model models/smollm2.gguf
+    .venv/bin/python bench/real_models.py tables
+    .venv/bin/python bench/real_models.py draw
+
+`train` trains one of three recipes with a seed. `transfer` asks the result of recipe a, and the
+model before training, what was not trained. `tasks` asks a model questions of reasoning-gym. All
+that was measured is kept in docs/real_models.json, and not measured again. `tables` prints it as
+Markdown, and `draw` makes docs/real_models.png of it."""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import kept
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = ROOT / "docs" / "real_models.json"
+PICTURE = ROOT / "docs" / "real_models.png"
+RECIPES = {
+    "a": "recipes/smollm2-135m-cpu.yaml",
+    "b": "recipes/smollm2-135m-lora-cpu.yaml",
+    "c": "recipes/qwen2.5-coder-0.5b-cpu.yaml",
+}
+TITLES = {
+    "a": "SmolLM2-135M, all weights:\nsums of two numbers",
+    "b": "SmolLM2-135M, adapters:\nsums of two numbers",
+    "c": "Qwen2.5-Coder-0.5B, adapters:\nsums of three numbers",
+}
+# What is asked before and after training on sums of two numbers from 10 to 99.
+SUMS = {
+    "sums of two numbers (trained)": "numbers=2 low=10 high=99 signs=+",
+    "sums of three numbers": "numbers=3 low=10 high=99 signs=+",
+    "differences": "numbers=2 low=10 high=99 signs=-",
+    "sums of larger numbers": "numbers=2 low=100 high=999 signs=+",
+}
+UNRELATED = {
+    "words spelled backward": "spell_backward min_word_len=3 max_word_len=4",
+    "letters counted": "letter_counting min_words=3 max_words=5",
+    "syllogisms": "syllogism",
+}
+GYM = [
+    "basic_arithmetic min_terms=2 max_terms=2 min_digits=1 max_digits=1",
+    "chain_sum min_terms=2 max_terms=2 min_digits=1 max_digits=1",
+    "chain_sum min_terms=2 max_terms=2 min_digits=2 max_digits=2",
+    "products min_terms=2 max_terms=2 min_digits=1 max_digits=1",
+    "simple_equations min_terms=2 max_terms=2 min_value=1 max_value=9",
+    "gcd min_value=1 max_value=20", "lcm min_value=1 max_value=9",
+    "fraction_simplification min_value=1 max_value=5 min_factor=2 max_factor=4",
+    "count_bits min_n=1 max_n=15", "base_conversion min_base=2 max_base=4 min_value=1 max_value=9",
+    "number_sequence max_terms=5 max_complexity=1", "number_sorting min_numbers=3 max_numbers=3",
+    "number_filtering min_numbers=3 max_numbers=4", "countdown min_numbers=2 max_numbers=3",
+    "word_sorting min_words=2 max_words=3", "spell_backward min_word_len=3 max_word_len=4",
+    "letter_counting min_words=3 max_words=5", "caesar_cipher min_words=1 max_words=2",
+    "coin_flip", "leg_counting min_animals=1 max_animals=2", "calendar_arithmetic", "aiw",
+    "family_relationships min_family_size=4 max_family_size=4", "syllogism",
+    "propositional_logic min_vars=2 max_vars=2 min_statements=2 max_statements=2",
+    "knights_knaves n_people=2 depth_constraint=2 width_constraint=2",
+]
+
+
+# ---------------------------------------------------------------- runs
+
+def run_main(name: str, keys: list[str]) -> tuple[Path, float]:
+    """Runs main.py with two ranks. Returns the folder of the run, and the minutes it took."""
+    started = time.monotonic()
+    torchrun = Path(sys.executable).parent / "torchrun"
+    subprocess.run([torchrun, "--nproc-per-node=2", "main.py", *keys, "run.dir=runs/real_models",
+                    f"run.name={name}"], cwd=ROOT, check=True)
+    return ROOT / "runs" / "real_models" / name, (time.monotonic() - started) / 60
+
+
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def chosen(entry: dict, names: list[str]) -> dict:
+    found = {}
+    for name in names:
+        value = entry.get(name)
+        found[name.removeprefix("eval/")] = round(value, 4) if isinstance(value, float) else value
+    return found
+
+
+def train(options: argparse.Namespace) -> None:
+    recipe, seed = options.recipe, options.seed
+    keys = ["--config", RECIPES[recipe], f"training.seed={seed}", *options.keys]
+    if options.model:
+        keys.append(f"model.name={options.model}")
+    folder, minutes = run_main(f"{recipe}-{seed}", keys)
+    entries = read_lines(folder / "metrics.jsonl")
+    evaluations = []
+    steps = []
+    seconds = 0.0
+    for entry in entries:
+        for name, value in entry.items():
+            if name.startswith("seconds/"):
+                seconds += value
+        if "eval/solved" in entry:
+            names = [name for name in entry if name.startswith("eval/")]
+            evaluations.append({"step": entry["step"], "minutes": round(seconds / 60, 2),
+                                **chosen(entry, names)})
+        else:
+            steps.append(chosen(entry, [
+                "step", "reward", "entropy", "completion_length", "groups_without_signal",
+                "seconds/sample", "seconds/learn", "memory_gb"]))
+    samples = read_lines(folder / "samples.jsonl")
+    same_question = [sample for sample in samples if sample["prompt"] == samples[0]["prompt"]]
+    keep(f"train {recipe} {seed}", {
+        "weights": Path(options.model).name if options.model else "as published",
+        "keys": options.keys, "minutes": round(minutes, 2), "evaluations": evaluations,
+        "memory_gb": max(step["memory_gb"] for step in steps),
+        "before": chosen(same_question[0], ["prompt", "completion"]),
+        "after": chosen(same_question[-1], ["prompt", "completion"]), "steps": steps})
+
+
+def ask(name: str, task: str, dataset: str, questions: int, answers: int,
+        keys: list[str]) -> dict:
+    """Evaluates a model on one task. Returns its scores."""
+    folder, _ = run_main(name, [
+        *keys, f"task.name=examples/{task}.py", f"data.dataset={dataset}", "training.max_steps=0",
+        f"data.num_validation={questions}", f"validation.best_of_n={answers}",
+        "data.prompt_style=chat"])
+    [evaluation] = read_lines(folder / "metrics.jsonl")
+    return chosen(evaluation, [
+        "eval/strict", "eval/solved_low", "eval/solved_high", "eval/lenient", "eval/generous",
+        f"eval/pass_at_{answers}", "eval/truncated", "eval/completion_length"])
+
+
+def transfer(options: argparse.Namespace) -> None:
+    after = ROOT / "runs" / "real_models" / f"a-{options.seed}" / "best"
+    for which, model in (("before", options.model), (f"after {options.seed}", after)):
+        keys = ["--config", RECIPES["a"], f"model.name={model}", *options.keys]
+        for title, dataset in {**SUMS, **UNRELATED}.items():
+            if f"transfer {which}: {title}" in kept.read(DATA):
+                continue
+            is_sum = title in SUMS
+            task, questions = ("arithmetic", 128) if is_sum else ("gym", 64)
+            length = [] if is_sum else ["training.max_new_gen_tokens=32"]
+            name = f"transfer-{which.replace(' ', '-')}-{title.replace(' ', '-')}"
+            found = ask(name, task, dataset, questions, 4, [*keys, *length])
+            keep(f"transfer {which}: {title}", found)
+
+
+def tasks(options: argparse.Namespace) -> None:
+    for number, dataset in enumerate(GYM):
+        title = f"tasks {options.label}: {dataset}"
+        if title in kept.read(DATA) or (options.only and options.only not in dataset):
+            continue
+        keys = [f"model.name={options.model}", "training.max_new_gen_tokens=48", *options.keys]
+        keep(title, ask(f"tasks-{options.label}-{number}", "gym", dataset, 64, 8, keys))
+
+
+def keep(title: str, found: dict) -> None:
+    known = kept.read(DATA)
+    known[title] = found
+    kept.write(DATA, known)
+    print(f"{title} is in {DATA.relative_to(ROOT)}", flush=True)
+
+
+# ---------------------------------------------------------------- tables
+
+def tables() -> None:
+    known = kept.read(DATA)
+    print("| recipe, seed | solved before | after | lenient | best of 4 | minutes | GB a rank |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for title, run in known.items():
+        if title.startswith("train "):
+            first, last = run["evaluations"][0], run["evaluations"][-1]
+            print(f"| {title.removeprefix('train ')} | {with_interval(first)} | "
+                  f"{with_interval(last)} | {first['lenient']:.2f} → {last['lenient']:.2f} | "
+                  f"{first['best_of_n']:.2f} → {last['best_of_n']:.2f} | {run['minutes']:.1f} | "
+                  f"{run['memory_gb']:.1f} |")
+    print("\n| asked | before | after |\n| --- | --- | --- |")
+    for title in {**SUMS, **UNRELATED}:
+        before = known.get(f"transfer before: {title}")
+        after = [known[key] for key in known
+                 if key.startswith("transfer after") and key.endswith(f": {title}")]
+        if before and after:
+            scores = ", ".join(f"{found['strict']:.2f}" for found in after)
+            print(f"| {title} | {before['strict']:.2f} | {scores} |")
+    labels = {title.split()[1][:-1] for title in known if title.startswith("tasks ")}
+    for label in sorted(labels):
+        print(f"\n| {label} pass@1 | pass@8 | generous |\n| --- | --- | --- | --- |")
+        for dataset in GYM:
+            found = known.get(f"tasks {label}: {dataset}")
+            if found:
+                print(f"| {dataset} | {found['strict']:.2f} | {found['pass_at_8']:.2f} | "
+                      f"{found['generous']:.2f} |")
+
+
+def with_interval(entry: dict) -> str:
+    return f"{entry['solved']:.2f} ({entry['solved_low']:.2f}–{entry['solved_high']:.2f})"
+
+
+# ---------------------------------------------------------------- the picture
+
+def draw() -> None:
+    known = kept.read(DATA)
+    recipes = [recipe for recipe in RECIPES if f"train {recipe} 0" in known]
+    figure = Figure(figsize=(4.2 * len(recipes), 3.2), layout="constrained")
+    all_axes = figure.subplots(1, len(recipes), squeeze=False, sharey=True)[0]
+    for axes, recipe in zip(all_axes, recipes):
+        runs = [run for title, run in known.items() if title.startswith(f"train {recipe} ")]
+        for metric, colour, says in (("lenient", "#a3a3a3", "last number right"),
+                                     ("solved", "#c2410c", "solved: the number alone")):
+            curves = [[point[metric] for point in run["evaluations"]] for run in runs]
+            minutes = [statistics.fmean(point["minutes"] for point in points)
+                       for points in zip(*(run["evaluations"] for run in runs))]
+            for curve in curves:
+                axes.plot(minutes, curve, color=colour, linewidth=0.7, alpha=0.6)
+            mean = [statistics.fmean(values) for values in zip(*curves)]
+            axes.plot(minutes, mean, color=colour, linewidth=2, label=says)
+        axes.set_title(f"{TITLES[recipe]} ({len(runs)} seeds)", fontsize=9)
+        axes.set_xlabel("minutes of training")
+        axes.set_ylim(0, 1)
+        axes.grid(alpha=0.3)
+    all_axes[0].set_ylabel("share of held-out answers")
+    all_axes[0].legend(frameon=False, fontsize=8, loc="lower right")
+    figure.savefig(PICTURE, dpi=80)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("train", "transfer", "tasks", "tables", "draw"):
+        command = commands.add_parser(name)
+        if name == "train":
+            command.add_argument("recipe", choices=RECIPES)
+        if name in ("train", "transfer"):
+            command.add_argument("seed", type=int)
+        if name == "tasks":
+            command.add_argument("label", help="how the model is called in the table")
+            command.add_argument("--only", help="tasks whose name has this in it")
+        if name in ("train", "transfer", "tasks"):
+            command.add_argument("--model", help="a folder or GGUF file, instead of the recipe's")
+            command.add_argument("--keys", nargs="+", default=[], help="section.key=value")
+    options = parser.parse_args()
+    work = {"train": train, "transfer": transfer, "tasks": tasks}.get(options.command)
+    if work:
+        work(options)
+    else:
+        {"tables": tables, "draw": draw}[options.command]()

@@ -1,0 +1,71 @@
+"""Every task of reasoning-gym: 106 kinds of puzzles, each with its own grader.
+
+    .venv/bin/pip install reasoning-gym
+    .venv/bin/torchrun --nproc-per-node=2 main.py task.name=examples/gym.py \\
+        data.dataset="spell_backward max_word_len=4" data.prompt_style=chat \\
+        model.name=HuggingFaceTB/SmolLM2-135M-Instruct
+
+`data.dataset` is the name of a task and its parameters, as the library takes them. The head of
+countdown.py explains the names below.
+"""
+
+import difflib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+# `strict` is earned if the library gives full marks to the reply as it stands. `generous` is the
+# library's mark, from 0 to 1, for the best of several readings of the reply.
+REWARD_WEIGHTS = {"strict": 1.0, "generous": 0.0}
+SOLVED = "strict"
+SYSTEM_MESSAGE = "You answer with the result alone, without any explanation."
+NUM_ROWS = 1000
+
+tasks: dict[str, Any] = {}  # A row names its task here, because it is copied for each answer.
+
+
+def load(dataset: str, max_rows: int | None) -> list[dict]:
+    """Returns questions of one task, always the same for the same parameters."""
+    try:
+        import reasoning_gym  # Nothing else needs it, and it takes a second.
+    except ImportError:
+        raise ValueError("examples/gym.py needs: pip install reasoning-gym") from None
+    name, *words = dataset.split()
+    parameters = {"seed": 0, "size": max_rows or NUM_ROWS}
+    for word in words:
+        key, _, value = word.partition("=")
+        parameters[key] = yaml.safe_load(value)
+    try:
+        tasks[dataset] = reasoning_gym.create_dataset(name, **parameters)
+    except (TypeError, ValueError, AssertionError) as error:
+        known = difflib.get_close_matches(name, reasoning_gym.factory.DATASETS, cutoff=0.0)
+        raise ValueError(f"data.dataset={dataset!r}: {error} (reasoning-gym has "
+                         f"{', '.join(known)} and others)") from None
+    return [{"prompt": entry["question"], "problem": entry["question"], "entry": entry,
+             "task": dataset} for entry in tasks[dataset]]
+
+
+def reward_function(completion: str, row: dict) -> dict[str, float]:
+    marks = [mark(reading.strip().removesuffix("."), row) for reading in readings(completion)]
+    return {"strict": float(mark(completion.strip(), row) == 1.0), "generous": max(marks)}
+
+
+def readings(completion: str) -> Iterator[str]:
+    """Yields what may be meant as the answer."""
+    yield completion
+    yield completion.rstrip().rpartition("\n")[2]  # the last line
+    for sign in ("answer is", ":", "=", "<answer>"):
+        if sign in completion:
+            yield completion.rpartition(sign)[2].removesuffix("</answer>")
+    numbers = re.findall(r"-?\d[\d.,/]*", completion)
+    yield from numbers[-1:]
+
+
+def mark(answer: str, row: dict) -> float:
+    """Returns the library's mark. Some of its graders fail at an answer that they cannot read."""
+    try:
+        return float(tasks[row["task"]].score_answer(answer, row["entry"]))
+    except Exception:  # noqa: BLE001
+        return 0.0
