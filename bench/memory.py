@@ -25,7 +25,7 @@ from harness import DEVICE, LiveBytes, main, say, torch, transformers
 
 from machinery.disk import beside_main
 from machinery.memory import MOST_TOKENS
-from machinery.model import add_adapters, make_masters
+from machinery.model import add_adapters, make_masters, where_it_is
 from machinery.policy import ANSWERS_PER_PASS, LOGITS_PER_CHUNK
 from machinery.prompts import CACHE_ROOM
 from machinery.settings import load_config
@@ -281,7 +281,8 @@ if __name__ == "__main__":
         model_config = transformers.Qwen2Config(**harness.SHAPES[options.shape])
     else:
         name = beside_main(settings.model.name)
-        model_config = transformers.AutoConfig.from_pretrained(name).get_text_config()
+        model_config = transformers.AutoConfig.from_pretrained(**where_it_is(name))
+        model_config = model_config.get_text_config()
     table = estimate(settings, model_config, options.prompt, options.ranks)
     for phase, parts in table.items():
         say(f"{phase}: {sum(parts.values()):.2f} GB")

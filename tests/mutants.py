@@ -29,6 +29,7 @@ FIRST_STEP, LORA = "test_first_step.py", "test_lora.py"
 RUN, RESUME = "test_run.py", "test_resume.py"
 FAILURES, COUNTDOWN, CONFIG = "test_failures.py", "test_countdown.py", "test_config.py"
 LOGGER, REFILL, MODELS = "test_logger.py", "test_refill.py", "test_models.py"
+FIT = "test_fit.py"
 # The first tests of some files take long, so these mutants name their test.
 RANKS = f"{FAMILY}::test_the_gradient_is_the_same_on_any_number_of_ranks"
 TOTALS = f"{RUN}::test_sums_and_maxima_are_those_of_all_ranks_on_each"
@@ -41,6 +42,7 @@ ROW = f"{RUN}::test_no_reward_can_change_the_row_that_the_next_answer_is_graded_
 GATHERED = f"{RUN}::test_ranks_share_an_evaluation_and_gather_it_in_the_order_of_the_questions"
 BY_HAND = f"{RUN}::test_best_of_n_and_all_means_of_an_evaluation_by_hand"
 INTERVAL = f"{RUN}::test_the_interval_is_wilsons_and_never_a_point"
+KILLED = "test_dead_ranks.py::test_torchruns_report_says_why_a_rank_may_have_been_killed"
 SUMMARY = f"{LOGGER}::test_the_summary_tells_the_first_the_last_and_the_best_evaluation"
 
 
@@ -367,6 +369,22 @@ MUTANTS = [
            'rope.get("rope_type") == "longrope"', "False", MODELS),
     Mutant("bfloat16 that is only emulated", "machinery/settings.py",
            "is_bf16_supported(including_emulation=False)", "is_bf16_supported()", MODELS),
+    # ------------------------------------------------------------ memory
+    Mutant("the RAM of all ranks for each", "machinery/memory.py",
+           'free = free_ram() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))', "free = free_ram()",
+           FIT),
+    Mutant("a container that counts as its machine", "machinery/memory.py",
+           "free = min(free, int(limit.read_text()) - used)", "pass", FIT),
+    Mutant("micro-batches of another size after a resume", "machinery/memory.py",
+           "if run.folder.checkpoint is not None:", "if False:", FIT),
+    Mutant("logits that take no memory", "machinery/memory.py",
+           "besides += 4 * 4 * LOGITS_PER_CHUNK", "pass", FIT),
+    Mutant("a micro-batch that does not fit", "machinery/memory.py",
+           "tokens * of_a_token > free", "tokens * of_a_token > 2 * free", FIT),
+    Mutant("AdamW's optimizer state counted by half", "machinery/memory.py",
+           "needed = 2 * sum(", "needed = sum(", FIT),
+    Mutant("a killed rank that nobody explains", "machinery/launch.py",
+           "    tell_torchrun(KILLED, UNKNOWN_TIME)\n", "", KILLED),
 ]
 
 

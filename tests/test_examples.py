@@ -235,3 +235,75 @@ def test_a_sum_is_graded_strictly_leniently_and_by_its_form(reply, strict, lenie
 def test_a_setting_of_sums_that_is_wrong_is_named(dataset):
     with pytest.raises(ValueError, match="is not like numbers=2"):
         arithmetic.load(dataset, None)
+
+
+# ---------------------------------------------------------------- reasoning-gym
+
+gym = main.load_task(make_config(task__name="examples/gym.py"))
+
+
+class Doubling(list):
+    """In place of a dataset of reasoning-gym. Its grader fails at what is no number."""
+
+    def __init__(self, seed, size, most=9):
+        if most < 1:
+            raise AssertionError("most must be >= 1")
+        super().__init__({"question": f"Twice {1 + (seed + i) % most}?", "answer":
+                          str(2 * (1 + (seed + i) % most))} for i in range(size))
+
+    def score_answer(self, answer, entry):
+        difference = abs(int(answer) - int(entry["answer"]))
+        return 1.0 if difference == 0 else 0.25 if difference == 1 else 0.0
+
+
+@pytest.fixture
+def reasoning_gym(monkeypatch):
+    def create_dataset(name, **parameters):
+        if name != "doubling":
+            raise ValueError(f"Dataset {name!r} not registered")
+        return Doubling(**parameters)
+
+    library = SimpleNamespace(create_dataset=create_dataset,
+                              factory=SimpleNamespace(DATASETS={"doubling": Doubling}))
+    monkeypatch.setitem(sys.modules, "reasoning_gym", library)
+
+
+def test_a_dataset_of_reasoning_gym_gets_its_parameters(reasoning_gym):
+    assert [row["prompt"] for row in gym.load("doubling most=2", 3)] == [
+        "Twice 1?", "Twice 2?", "Twice 1?"]
+    assert gym.load("doubling seed=4", 1)[0]["problem"] == "Twice 5?"
+    assert len(gym.load("doubling", None)) == 1000
+
+
+@pytest.mark.parametrize(("reply", "strict", "generous"), [
+    ("8", 1, 1), (" 8\n", 1, 1), ("8.", 0, 1), ("Twice 4 is\n8", 0, 1), ("4 * 2 = 8", 0, 1),
+    ("The answer is 8", 0, 1), ("Answer: 8.", 0, 1), ("<answer>8</answer>", 0, 1),
+    ("8 of them", 0, 1), ("8 or 9", 0, 0.25), ("9", 0, 0.25), ("many", 0, 0), ("", 0, 0)])
+def test_its_grader_marks_the_reply_as_it_stands_and_the_best_reading_of_it(
+        reply, strict, generous, reasoning_gym):
+    row = gym.load("doubling", 4)[3]
+    assert gym.reward_function(reply, row) == {"strict": strict, "generous": generous}
+
+
+@pytest.mark.parametrize(("dataset", "says"), [
+    ("dubling", "Dataset 'dubling' not registered .reasoning-gym has doubling"),
+    ("doubling many=3", "unexpected keyword argument 'many'"),
+    ("doubling most=0", "most must be >= 1")])
+def test_a_dataset_that_it_does_not_have_is_named_in_one_line(dataset, says, reasoning_gym):
+    with pytest.raises(ValueError, match=says):
+        gym.load(dataset, None)
+
+
+def test_without_reasoning_gym_one_line_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ValueError, match="needs: pip install reasoning-gym"):
+        gym.load("doubling", None)
+
+
+@pytest.mark.soak
+def test_datasets_of_the_real_library_are_graded():
+    pytest.importorskip("reasoning_gym", reason="needs: pip install reasoning-gym")
+    for name in ("chain_sum", "spell_backward", "countdown", "number_sorting"):
+        row = gym.load(f"{name} seed=7", 2)[1]
+        assert gym.reward_function(row["entry"]["answer"], row)["strict"] == 1
+        assert gym.reward_function("no idea", row)["strict"] == 0
