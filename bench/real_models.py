@@ -65,17 +65,29 @@ GYM = [
     "propositional_logic min_vars=2 max_vars=2 min_statements=2 max_statements=2",
     "knights_knaves n_people=2 depth_constraint=2 width_constraint=2",
 ]
+CURVES = ["reward", "entropy", "completion_length", "groups_without_signal", "seconds/sample",
+          "seconds/learn"]  # of each training step
 
 
 # ---------------------------------------------------------------- runs
 
-def run_main(name: str, keys: list[str]) -> tuple[Path, float]:
-    """Runs main.py with two ranks. Returns the folder of the run, and the minutes it took."""
-    started = time.monotonic()
+def run_main(name: str, keys: list[str]) -> tuple[Path, list[float]]:
+    """Runs main.py with two ranks. Returns the folder of the run, and after how many minutes each
+    evaluation was there, and the end."""
     torchrun = Path(sys.executable).parent / "torchrun"
-    subprocess.run([torchrun, "--nproc-per-node=2", "main.py", *keys, "run.dir=runs/real_models",
-                    f"run.name={name}"], cwd=ROOT, check=True)
-    return ROOT / "runs" / "real_models" / name, (time.monotonic() - started) / 60
+    command = [torchrun, "--nproc-per-node=2", "main.py", *keys, "run.dir=runs/real_models",
+               f"run.name={name}"]
+    minutes = []
+    started = time.monotonic()
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            if line.startswith("evaluation at step"):
+                minutes.append(round((time.monotonic() - started) / 60, 2))
+    if process.returncode:
+        sys.exit(f"error: {name} ended with {process.returncode}")
+    minutes.append(round((time.monotonic() - started) / 60, 2))
+    return ROOT / "runs" / "real_models" / name, minutes
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -96,30 +108,23 @@ def train(options: argparse.Namespace) -> None:
     if options.model:
         keys.append(f"model.name={options.model}")
     folder, minutes = run_main(f"{recipe}-{seed}", keys)
-    entries = read_lines(folder / "metrics.jsonl")
     evaluations = []
     steps = []
-    seconds = 0.0
-    for entry in entries:
-        for name, value in entry.items():
-            if name.startswith("seconds/"):
-                seconds += value
+    for entry in read_lines(folder / "metrics.jsonl"):
         if "eval/solved" in entry:
-            names = [name for name in entry if name.startswith("eval/")]
-            evaluations.append({"step": entry["step"], "minutes": round(seconds / 60, 2),
-                                **chosen(entry, names)})
+            names = ["step", *(name for name in entry if name.startswith("eval/"))]
+            evaluations.append({"minutes": minutes[len(evaluations)], **chosen(entry, names)})
         else:
-            steps.append(chosen(entry, [
-                "step", "reward", "entropy", "completion_length", "groups_without_signal",
-                "seconds/sample", "seconds/learn", "memory_gb"]))
+            steps.append(entry)
+    columns = {name: [round(step[name], 3) for step in steps] for name in CURVES}
     samples = read_lines(folder / "samples.jsonl")
     same_question = [sample for sample in samples if sample["prompt"] == samples[0]["prompt"]]
     keep(f"train {recipe} {seed}", {
         "weights": Path(options.model).name if options.model else "as published",
-        "keys": options.keys, "minutes": round(minutes, 2), "evaluations": evaluations,
+        "keys": options.keys, "minutes": minutes[-1], "evaluations": evaluations,
         "memory_gb": max(step["memory_gb"] for step in steps),
         "before": chosen(same_question[0], ["prompt", "completion"]),
-        "after": chosen(same_question[-1], ["prompt", "completion"]), "steps": steps})
+        "after": chosen(same_question[-1], ["prompt", "completion"]), "steps": columns})
 
 
 def ask(name: str, task: str, dataset: str, questions: int, answers: int,
@@ -138,7 +143,9 @@ def ask(name: str, task: str, dataset: str, questions: int, answers: int,
 def transfer(options: argparse.Namespace) -> None:
     after = ROOT / "runs" / "real_models" / f"a-{options.seed}" / "best"
     for which, model in (("before", options.model), (f"after {options.seed}", after)):
-        keys = ["--config", RECIPES["a"], f"model.name={model}", *options.keys]
+        # The seed decides which sums were held out.
+        keys = ["--config", RECIPES["a"], f"model.name={model}", f"training.seed={options.seed}",
+                *options.keys]
         for title, dataset in {**SUMS, **UNRELATED}.items():
             if f"transfer {which}: {title}" in kept.read(DATA):
                 continue
@@ -220,7 +227,7 @@ def draw() -> None:
             mean = [statistics.fmean(values) for values in zip(*curves)]
             axes.plot(minutes, mean, color=colour, linewidth=2, label=says)
         axes.set_title(f"{TITLES[recipe]} ({len(runs)} seeds)", fontsize=9)
-        axes.set_xlabel("minutes of training")
+        axes.set_xlabel("minutes since the start")
         axes.set_ylim(0, 1)
         axes.grid(alpha=0.3)
     all_axes[0].set_ylabel("share of held-out answers")
