@@ -8,11 +8,12 @@
 
 `train` trains one of three recipes with a seed. `transfer` asks the result of recipe a, and the
 model before training, what was not trained. `tasks` asks a model questions of reasoning-gym. All
-that was measured is kept in docs/real_models.json, and not measured again. `tables` prints it as
-Markdown, and `draw` makes docs/real_models.png of it."""
+that was measured is kept in docs/real_models.json, and not measured again without --again. `tables`
+prints it as Markdown, and `draw` makes docs/real_models.png of it."""
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -20,11 +21,12 @@ import time
 from pathlib import Path
 
 import kept
+import yaml
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
-DATA = ROOT / "docs" / "real_models.json"
-PICTURE = ROOT / "docs" / "real_models.png"
+RUNS = "runs/real_models"
 RECIPES = {
     "a": "recipes/smollm2-135m-cpu.yaml",
     "b": "recipes/smollm2-135m-lora-cpu.yaml",
@@ -54,10 +56,12 @@ GYM = [
     "products min_terms=2 max_terms=2 min_digits=1 max_digits=1",
     "simple_equations min_terms=2 max_terms=2 min_value=1 max_value=9",
     "gcd min_value=1 max_value=20", "lcm min_value=1 max_value=9",
-    "fraction_simplification min_value=1 max_value=5 min_factor=2 max_factor=4",
-    "count_bits min_n=1 max_n=15", "base_conversion min_base=2 max_base=4 min_value=1 max_value=9",
-    "number_sequence max_terms=5 max_complexity=1", "number_sorting min_numbers=3 max_numbers=3",
-    "number_filtering min_numbers=3 max_numbers=4", "countdown min_numbers=2 max_numbers=3",
+    "fraction_simplification min_value=1 max_value=9 min_factor=2 max_factor=4 styles=[plain]",
+    "count_bits min_n=1 max_n=200", "base_conversion min_base=2 max_base=4 max_value=50",
+    "number_sequence max_terms=5 max_complexity=1",
+    "number_sorting min_numbers=3 max_numbers=3 max_decimals=0",
+    "number_filtering min_numbers=3 max_numbers=4 max_decimals=0",
+    "countdown min_numbers=2 max_numbers=3",
     "word_sorting min_words=2 max_words=3", "spell_backward min_word_len=3 max_word_len=4",
     "letter_counting min_words=3 max_words=5", "caesar_cipher min_words=1 max_words=2",
     "coin_flip", "leg_counting min_animals=1 max_animals=2", "calendar_arithmetic", "aiw",
@@ -75,7 +79,7 @@ def run_main(name: str, keys: list[str]) -> tuple[Path, list[float]]:
     """Runs main.py with two ranks. Returns the folder of the run, and after how many minutes each
     evaluation was there, and the end."""
     torchrun = Path(sys.executable).parent / "torchrun"
-    command = [torchrun, "--nproc-per-node=2", "main.py", *keys, "run.dir=runs/real_models",
+    command = [torchrun, "--nproc-per-node=2", "main.py", *keys, f"run.dir={RUNS}",
                f"run.name={name}"]
     minutes = []
     started = time.monotonic()
@@ -87,7 +91,7 @@ def run_main(name: str, keys: list[str]) -> tuple[Path, list[float]]:
     if process.returncode:
         sys.exit(f"error: {name} ended with {process.returncode}")
     minutes.append(round((time.monotonic() - started) / 60, 2))
-    return ROOT / "runs" / "real_models" / name, minutes
+    return ROOT / RUNS / name, minutes
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -104,27 +108,50 @@ def chosen(entry: dict, names: list[str]) -> dict:
 
 def train(options: argparse.Namespace) -> None:
     recipe, seed = options.recipe, options.seed
+    title = f"train {recipe} {seed}"
+    folder = ROOT / RUNS / f"{recipe}-{seed}"
+    if is_known(title, options):
+        return
+    if folder.exists():
+        sys.exit(f"error: {folder} is there. A run that resumes has no times: remove the folder")
     keys = ["--config", RECIPES[recipe], f"training.seed={seed}", *options.keys]
     if options.model:
         keys.append(f"model.name={options.model}")
-    folder, minutes = run_main(f"{recipe}-{seed}", keys)
+    _, minutes = run_main(folder.name, keys)
+    keep(title, {
+        "weights": Path(options.model).name if options.model else "as published",
+        "recipe": yaml.safe_load((ROOT / RECIPES[recipe]).read_text()), "keys": options.keys,
+        "minutes": minutes[-1], **curves_of(folder, minutes), **trace_of(folder)}, options)
+
+
+def curves_of(folder: Path, minutes: list[float]) -> dict:
+    """Returns what a run measured, with the seconds that its steps took until then."""
     evaluations = []
     steps = []
+    seconds = 0.0
     for entry in read_lines(folder / "metrics.jsonl"):
+        seconds += sum(value for name, value in entry.items() if name.startswith("seconds/"))
         if "eval/solved" in entry:
             names = ["step", *(name for name in entry if name.startswith("eval/"))]
-            evaluations.append({"minutes": minutes[len(evaluations)], **chosen(entry, names)})
+            evaluations.append({"minutes": minutes[len(evaluations)], "seconds": round(seconds, 1),
+                                **chosen(entry, names)})
         else:
             steps.append(entry)
-    columns = {name: [round(step[name], 3) for step in steps] for name in CURVES}
+    # A step that learns nothing has no entropy.
+    columns = {name: [chosen(step, [name])[name] for step in steps] for name in CURVES}
+    return {"evaluations": evaluations, "memory_gb": max(step["memory_gb"] for step in steps),
+            "steps": columns}
+
+
+def trace_of(folder: Path) -> dict:
+    """Returns the first answer to the first held-out question, at both ends of the training."""
     samples = read_lines(folder / "samples.jsonl")
-    same_question = [sample for sample in samples if sample["prompt"] == samples[0]["prompt"]]
-    keep(f"train {recipe} {seed}", {
-        "weights": Path(options.model).name if options.model else "as published",
-        "keys": options.keys, "minutes": minutes[-1], "evaluations": evaluations,
-        "memory_gb": max(step["memory_gb"] for step in steps),
-        "before": chosen(same_question[0], ["prompt", "completion"]),
-        "after": chosen(same_question[-1], ["prompt", "completion"]), "steps": columns})
+    first_answers = {}
+    for sample in samples:
+        if sample["question"] == 0:
+            first_answers.setdefault(sample["step"], chosen(sample, ["prompt", "completion"]))
+    first, last = samples[0]["step"], samples[-1]["step"]
+    return {"before": first_answers[first], "after": first_answers[last]}
 
 
 def ask(name: str, task: str, dataset: str, questions: int, answers: int,
@@ -135,48 +162,55 @@ def ask(name: str, task: str, dataset: str, questions: int, answers: int,
         f"data.num_validation={questions}", f"validation.best_of_n={answers}",
         "data.prompt_style=chat"])
     [evaluation] = read_lines(folder / "metrics.jsonl")
+    shutil.rmtree(folder)  # It holds a copy of the model.
     return chosen(evaluation, [
         "eval/strict", "eval/solved_low", "eval/solved_high", "eval/lenient", "eval/generous",
         f"eval/pass_at_{answers}", "eval/truncated", "eval/completion_length"])
 
 
 def transfer(options: argparse.Namespace) -> None:
-    after = ROOT / "runs" / "real_models" / f"a-{options.seed}" / "best"
+    after = ROOT / RUNS / f"a-{options.seed}" / "best"
     for which, model in (("before", options.model), (f"after {options.seed}", after)):
         # The seed decides which sums were held out.
-        keys = ["--config", RECIPES["a"], f"model.name={model}", f"training.seed={options.seed}",
-                *options.keys]
+        keys = ["--config", RECIPES["a"], f"training.seed={options.seed}", *options.keys]
+        if model:
+            keys.append(f"model.name={model}")
         for title, dataset in {**SUMS, **UNRELATED}.items():
-            if f"transfer {which}: {title}" in kept.read(DATA):
+            if is_known(f"transfer {which}: {title}", options):
                 continue
             is_sum = title in SUMS
             task, questions = ("arithmetic", 128) if is_sum else ("gym", 64)
             length = [] if is_sum else ["training.max_new_gen_tokens=32"]
             name = f"transfer-{which.replace(' ', '-')}-{title.replace(' ', '-')}"
             found = ask(name, task, dataset, questions, 4, [*keys, *length])
-            keep(f"transfer {which}: {title}", found)
+            keep(f"transfer {which}: {title}", found, options)
 
 
 def tasks(options: argparse.Namespace) -> None:
     for number, dataset in enumerate(GYM):
         title = f"tasks {options.label}: {dataset}"
-        if title in kept.read(DATA) or (options.only and options.only not in dataset):
+        if (options.only and options.only not in dataset) or is_known(title, options):
             continue
         keys = [f"model.name={options.model}", "training.max_new_gen_tokens=48", *options.keys]
-        keep(title, ask(f"tasks-{options.label}-{number}", "gym", dataset, 64, 8, keys))
+        found = ask(f"tasks-{options.label}-{number}", "gym", dataset, 64, 8, keys)
+        keep(title, found, options)
 
 
-def keep(title: str, found: dict) -> None:
-    known = kept.read(DATA)
+def is_known(title: str, options: argparse.Namespace) -> bool:
+    return title in kept.read(options.file) and not options.again
+
+
+def keep(title: str, found: dict, options: argparse.Namespace) -> None:
+    known = kept.read(options.file)
     known[title] = found
-    kept.write(DATA, known)
-    print(f"{title} is in {DATA.relative_to(ROOT)}", flush=True)
+    kept.write(options.file, known)
+    print(f"{title} is in {options.file}", flush=True)
 
 
 # ---------------------------------------------------------------- tables
 
-def tables() -> None:
-    known = kept.read(DATA)
+def tables(options: argparse.Namespace) -> None:
+    known = kept.read(options.file)
     print("| recipe, seed | solved before | after | lenient | best of 4 | minutes | GB a rank |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for title, run in known.items():
@@ -186,17 +220,16 @@ def tables() -> None:
                   f"{with_interval(last)} | {first['lenient']:.2f} → {last['lenient']:.2f} | "
                   f"{first['best_of_n']:.2f} → {last['best_of_n']:.2f} | {run['minutes']:.1f} | "
                   f"{run['memory_gb']:.1f} |")
-    print("\n| asked | before | after |\n| --- | --- | --- |")
+    print("\n| asked | before: strict (lenient) | after, a seed each |\n| --- | --- | --- |")
     for title in {**SUMS, **UNRELATED}:
         before = known.get(f"transfer before: {title}")
-        after = [known[key] for key in known
+        after = [both_marks(known[key]) for key in known
                  if key.startswith("transfer after") and key.endswith(f": {title}")]
         if before and after:
-            scores = ", ".join(f"{found['strict']:.2f}" for found in after)
-            print(f"| {title} | {before['strict']:.2f} | {scores} |")
+            print(f"| {title} | {both_marks(before)} | {', '.join(after)} |")
     labels = {title.split()[1][:-1] for title in known if title.startswith("tasks ")}
     for label in sorted(labels):
-        print(f"\n| {label} pass@1 | pass@8 | generous |\n| --- | --- | --- | --- |")
+        print(f"\n| {label} | pass@1 | pass@8 | generous |\n| --- | --- | --- | --- |")
         for dataset in GYM:
             found = known.get(f"tasks {label}: {dataset}")
             if found:
@@ -208,51 +241,77 @@ def with_interval(entry: dict) -> str:
     return f"{entry['solved']:.2f} ({entry['solved_low']:.2f}–{entry['solved_high']:.2f})"
 
 
+def both_marks(found: dict) -> str:
+    lenient = found["generous"] if found["lenient"] is None else found["lenient"]
+    return f"{found['strict']:.2f} ({lenient:.2f})"
+
+
 # ---------------------------------------------------------------- the picture
 
-def draw() -> None:
-    known = kept.read(DATA)
-    recipes = [recipe for recipe in RECIPES if f"train {recipe} 0" in known]
-    figure = Figure(figsize=(4.2 * len(recipes), 3.2), layout="constrained")
-    all_axes = figure.subplots(1, len(recipes), squeeze=False, sharey=True)[0]
-    for axes, recipe in zip(all_axes, recipes):
-        runs = [run for title, run in known.items() if title.startswith(f"train {recipe} ")]
-        for metric, colour, says in (("lenient", "#a3a3a3", "last number right"),
-                                     ("solved", "#c2410c", "solved: the number alone")):
-            curves = [[point[metric] for point in run["evaluations"]] for run in runs]
-            minutes = [statistics.fmean(point["minutes"] for point in points)
-                       for points in zip(*(run["evaluations"] for run in runs))]
-            for curve in curves:
-                axes.plot(minutes, curve, color=colour, linewidth=0.7, alpha=0.6)
-            mean = [statistics.fmean(values) for values in zip(*curves)]
-            axes.plot(minutes, mean, color=colour, linewidth=2, label=says)
-        axes.set_title(f"{TITLES[recipe]} ({len(runs)} seeds)", fontsize=9)
+def draw(options: argparse.Namespace) -> None:
+    known = kept.read(options.file)
+    runs_of = {recipe: [run for title, run in known.items()
+                        if title.startswith(f"train {recipe} ")] for recipe in RECIPES}
+    drawn = [recipe for recipe in RECIPES if runs_of[recipe]]
+    if not drawn:
+        sys.exit(f"error: {options.file} has no training yet")
+    figure = Figure(figsize=(4.2 * len(drawn), 3.2), layout="constrained")
+    all_axes = figure.subplots(1, len(drawn), squeeze=False, sharey=True)[0]
+    for axes, recipe in zip(all_axes, drawn):
+        runs = runs_of[recipe]
+        draw_runs(axes, runs, "lenient", "#737373", "--", "last number right")
+        draw_runs(axes, runs, "solved", "#c2410c", "-", "solved: the number alone")
+        seeds = "1 seed" if len(runs) == 1 else f"{len(runs)} seeds"
+        axes.set_title(f"{TITLES[recipe]} ({seeds})", fontsize=9)
         axes.set_xlabel("minutes since the start")
         axes.set_ylim(0, 1)
         axes.grid(alpha=0.3)
     all_axes[0].set_ylabel("share of held-out answers")
     all_axes[0].legend(frameon=False, fontsize=8, loc="lower right")
-    figure.savefig(PICTURE, dpi=80)
+    figure.savefig(options.picture, dpi=80)
+
+
+def draw_runs(axes: Axes, runs: list[dict], metric: str, colour: str, style: str,
+              label: str) -> None:
+    """Draws a thin line for each seed, and a thick one for their mean."""
+    all_points = []
+    for run in runs:
+        points = [(point["minutes"], point[metric]) for point in run["evaluations"]]
+        axes.plot(*zip(*points), color=colour, linestyle=style, linewidth=0.7, alpha=0.6)
+        all_points.append(points)
+    means = []
+    for points in zip(*all_points):
+        minutes, values = zip(*points)
+        means.append((statistics.fmean(minutes), statistics.fmean(values)))
+    axes.plot(*zip(*means), color=colour, linestyle=style, linewidth=2, label=label)
+
+
+# ---------------------------------------------------------------- the command line
+
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    for work in (train, transfer, tasks, tables, draw):
+        command = commands.add_parser(work.__name__)
+        command.set_defaults(work=work)
+        command.add_argument("--file", type=Path, default=ROOT / "docs" / "real_models.json")
+        if work is train:
+            command.add_argument("recipe", choices=RECIPES)
+        if work in (train, transfer):
+            command.add_argument("seed", type=int)
+        if work is tasks:
+            command.add_argument("label", help="what the table calls the model, one word")
+            command.add_argument("--only", help="tasks whose name has this in it")
+        if work in (train, transfer, tasks):
+            command.add_argument("--model", required=work is tasks,
+                                 help="a folder or GGUF file, instead of the recipe's")
+            command.add_argument("--keys", nargs="+", default=[], help="section.key=value")
+            command.add_argument("--again", action="store_true", help="also what is in the file")
+        if work is draw:
+            command.add_argument("--picture", type=Path, default=ROOT / "docs" / "real_models.png")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("train", "transfer", "tasks", "tables", "draw"):
-        command = commands.add_parser(name)
-        if name == "train":
-            command.add_argument("recipe", choices=RECIPES)
-        if name in ("train", "transfer"):
-            command.add_argument("seed", type=int)
-        if name == "tasks":
-            command.add_argument("label", help="how the model is called in the table")
-            command.add_argument("--only", help="tasks whose name has this in it")
-        if name in ("train", "transfer", "tasks"):
-            command.add_argument("--model", help="a folder or GGUF file, instead of the recipe's")
-            command.add_argument("--keys", nargs="+", default=[], help="section.key=value")
-    options = parser.parse_args()
-    work = {"train": train, "transfer": transfer, "tasks": tasks}.get(options.command)
-    if work:
-        work(options)
-    else:
-        {"tables": tables, "draw": draw}[options.command]()
+    options = read_arguments()
+    options.work(options)

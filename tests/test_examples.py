@@ -259,12 +259,10 @@ class Doubling(list):
 @pytest.fixture
 def reasoning_gym(monkeypatch):
     def create_dataset(name, **parameters):
-        if name != "doubling":
-            raise ValueError(f"Dataset {name!r} not registered")
         return Doubling(**parameters)
 
     library = SimpleNamespace(create_dataset=create_dataset,
-                              factory=SimpleNamespace(DATASETS={"doubling": Doubling}))
+                              factory=SimpleNamespace(DATASETS=["doubling", "word_ladder"]))
     monkeypatch.setitem(sys.modules, "reasoning_gym", library)
 
 
@@ -278,7 +276,8 @@ def test_a_dataset_of_reasoning_gym_gets_its_parameters(reasoning_gym):
 @pytest.mark.parametrize(("reply", "strict", "generous"), [
     ("8", 1, 1), (" 8\n", 1, 1), ("8.", 0, 1), ("Twice 4 is\n8", 0, 1), ("4 * 2 = 8", 0, 1),
     ("The answer is 8", 0, 1), ("Answer: 8.", 0, 1), ("<answer>8</answer>", 0, 1),
-    ("8 of them", 0, 1), ("8 or 9", 0, 0.25), ("9", 0, 0.25), ("many", 0, 0), ("", 0, 0)])
+    ("<answer>8</answer> Done.", 0, 1), ("8, of course", 0, 1), ("8 or 9", 0, 0.25),
+    ("9", 0, 0.25), ("many", 0, 0), ("", 0, 0)])
 def test_its_grader_marks_the_reply_as_it_stands_and_the_best_reading_of_it(
         reply, strict, generous, reasoning_gym):
     row = gym.load("doubling", 4)[3]
@@ -286,12 +285,14 @@ def test_its_grader_marks_the_reply_as_it_stands_and_the_best_reading_of_it(
 
 
 @pytest.mark.parametrize(("dataset", "says"), [
-    ("dubling", "Dataset 'dubling' not registered .reasoning-gym has doubling"),
+    ("dubling", "reasoning-gym has no 'dubling', but doubling"), ("", "has no ''"),
     ("doubling many=3", "unexpected keyword argument 'many'"),
-    ("doubling most=0", "most must be >= 1")])
-def test_a_dataset_that_it_does_not_have_is_named_in_one_line(dataset, says, reasoning_gym):
-    with pytest.raises(ValueError, match=says):
+    ("doubling most=0", "most must be >= 1"), ("doubling most", "'most' is not like max_terms=2"),
+    ("doubling most=[2", "but got '<stream end>'"), ("word_ladder", "each process gets other")])
+def test_a_dataset_that_it_cannot_give_is_named_in_one_line(dataset, says, reasoning_gym):
+    with pytest.raises(ValueError, match=re.escape(says)) as caught:
         gym.load(dataset, None)
+    assert "\n" not in str(caught.value)
 
 
 def test_without_reasoning_gym_one_line_says_what_to_install(monkeypatch):

