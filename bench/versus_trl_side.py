@@ -60,6 +60,9 @@ class Trl:
 
         check_settings(config)
         self.run = run  # for its task and questions, and to evaluate
+        run.policy = run.optimizer = None  # TRL has its own, and needs the memory.
+        for parameter in run.model.parameters():
+            parameter.grad = None
         self.training = config.training
         self.tokens = 0.0
         rows = [{"prompt": text_of(run, question), "row": json.dumps(question.row)}
