@@ -10,6 +10,7 @@ from torch import nn
 from machinery.ranks import max_over_ranks
 from machinery.settings import TrainingSettings
 
+MOST_TOKENS = 8192  # of a micro-batch, if the settings leave its size open
 # The smallest possible answer. It stands in where a rank has none.
 DUMMY_ANSWER = SimpleNamespace(prompt_ids=[0], completion_ids=[0])
 
@@ -40,7 +41,7 @@ def batches_in_step(answers: list, training: TrainingSettings) -> tuple[list[lis
     Every rank has to take part in the one backward pass in which gradients are shared. With sharded
     weights every pass gathers weights from all ranks, so all make equally many passes. The ranks
     agree on that here, before the first pass. Collective."""
-    batches = make_micro_batches(answers, training.tokens_per_micro_batch)
+    batches = make_micro_batches(answers, training.tokens_per_micro_batch or MOST_TOKENS)
     most = 1
     if training.shard:
         most = int(max_over_ranks({"batches": len(batches)})["batches"])

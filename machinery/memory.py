@@ -14,13 +14,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from machinery.batches import MOST_TOKENS
 from machinery.errors import UserError
 from machinery.policy import LOGITS_PER_CHUNK
 from machinery.prompts import prefill
 from machinery.ranks import DEVICE, RANK, max_over_ranks
 from machinery.text import wrap
 
-MOST_TOKENS = 8192  # Larger micro-batches would save little time.
 SHARE = 0.7  # This much of the free memory is planned for. The estimates below are rough.
 MEMINFO = Path("/proc/meminfo")
 CONTROL_GROUP = Path("/sys/fs/cgroup")  # of a container

@@ -113,8 +113,7 @@ def make_trajectories(count: int = QUESTIONS * GROUP, seed: int = 0, longest: in
 def learning_config(**overrides):
     return make_config(**{
         "training__max_new_gen_tokens": L, "training__max_grad_norm": None,
-        "training__tokens_per_micro_batch": 8192, "sampling__temperature": TEMPERATURE,
-        "model__precision": "float32", **overrides})
+        "sampling__temperature": TEMPERATURE, "model__precision": "float32", **overrides})
 
 
 def make_policy(model, config, **how):
