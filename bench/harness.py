@@ -45,7 +45,7 @@ SHAPES = {
 }
 
 # Takes the place of checkpoints.RunFolder. There is nothing to resume from.
-NO_FOLDER = SimpleNamespace(restore=lambda run: None, checkpoint=None)
+NO_FOLDER = SimpleNamespace(restore=lambda run: None, checkpoint=None, notes=[])
 # `training_step` would evaluate at these steps, and evaluations are not measured.
 NEVER_EVALUATE = ["validation.every=1000000000", "training.max_steps=1000000000"]
 

@@ -23,8 +23,8 @@ import json
 import harness
 from harness import DEVICE, LiveBytes, main, say, torch, transformers
 
-from machinery.disk import beside_main
 from machinery.batches import MOST_TOKENS
+from machinery.disk import beside_main
 from machinery.model import add_adapters, make_masters, where_it_is
 from machinery.policy import ANSWERS_PER_PASS, LOGITS_PER_CHUNK
 from machinery.prompts import CACHE_ROOM

@@ -56,7 +56,7 @@ def prepare(config: Config) -> Run:
     """Returns a run without a folder and without a log, at the full learning rate."""
     training = config.training.model_copy(update={"warmup_steps": 0, "decay_steps": None})
     config = config.model_copy(update={"training": training})
-    folder = SimpleNamespace(restore=lambda run: None, checkpoint=None)
+    folder = SimpleNamespace(restore=lambda run: None, checkpoint=None, notes=[])
     log = SimpleNamespace(
         phase=lambda name, total=0: nullcontext(), advance=lambda count: None, seconds={})
     run = main.prepare(config, folder, log)

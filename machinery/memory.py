@@ -18,7 +18,7 @@ from machinery.batches import MOST_TOKENS
 from machinery.errors import UserError
 from machinery.policy import LOGITS_PER_CHUNK
 from machinery.prompts import prefill
-from machinery.ranks import DEVICE, RANK, max_over_ranks
+from machinery.ranks import DEVICE, max_over_ranks
 from machinery.text import wrap
 
 SHARE = 0.7  # This much of the free memory is planned for. The estimates below are rough.
@@ -172,9 +172,7 @@ def fit_into_memory(run: Any) -> None:
             "rank: lower training.tokens_per_micro_batch or training.max_new_gen_tokens, set "
             "model.gradient_checkpointing to true, or start fewer ranks")
     notes += sampling_notes(run, free, row)
-    if RANK == 0:
-        for note in notes:
-            print(wrap(note))
+    run.folder.notes += [wrap(note) for note in notes]  # They are shown at the start.
 
 
 def tokens_that_fit(free: float, of_a_token: float) -> int:

@@ -24,7 +24,7 @@ def make_run(free: float, monkeypatch, checkpoint=None, questions=40, **keys):
     run.training_questions = main.Questions(rows, lambda row: [5] * len(row["prompt"]))
     run.validation_questions = [None] * questions
     run.model = run.sampler = model
-    run.folder = SimpleNamespace(checkpoint=checkpoint)
+    run.folder = SimpleNamespace(checkpoint=checkpoint, notes=[])
     return run
 
 
@@ -36,28 +36,29 @@ def test_a_micro_batch_is_a_power_of_two_that_fits_and_at_most_8192(free, expect
 
 
 def test_an_open_key_is_chosen_from_the_free_memory_and_one_line_says_so(
-        one_rank, monkeypatch, capsys):
+        one_rank, monkeypatch):
     plenty = make_run(100 * GB, monkeypatch, training__tokens_per_micro_batch=None)
     of_a_token, besides = memory.learning_bytes(plenty)
     memory.fit_into_memory(plenty)
     assert plenty.config.training.tokens_per_micro_batch == memory.MOST_TOKENS
-    assert capsys.readouterr().out == (
-        "learning takes 8,192 tokens at a time (training.tokens_per_micro_batch)\n")
+    assert plenty.folder.notes == [
+        "learning takes 8,192 tokens at a time (training.tokens_per_micro_batch)"]
 
     free = (besides + 1500 * of_a_token) / memory.SHARE
     little = make_run(free, monkeypatch, training__tokens_per_micro_batch=None)
     memory.fit_into_memory(little)
     assert little.config.training.tokens_per_micro_batch == 1024
-    said = " ".join(capsys.readouterr().out.split())
-    assert said == (f"learning takes 1,024 tokens at a time, as each rank has {free / GB:.1f} GB "
-                    "(training.tokens_per_micro_batch)")
+    [said] = little.folder.notes
+    assert " ".join(said.split()) == (
+        f"learning takes 1,024 tokens at a time, as each rank has {free / GB:.1f} GB "
+        "(training.tokens_per_micro_batch)")
 
 
-def test_a_key_that_is_set_stays_and_nothing_is_said(one_rank, monkeypatch, capsys):
+def test_a_key_that_is_set_stays_and_nothing_is_said(one_rank, monkeypatch):
     run = make_run(100 * GB, monkeypatch, training__tokens_per_micro_batch=777)
     memory.fit_into_memory(run)
     assert run.config.training.tokens_per_micro_batch == 777
-    assert capsys.readouterr().out == ""
+    assert run.folder.notes == []
 
 
 def test_a_resumed_run_keeps_what_it_had(one_rank, monkeypatch):
@@ -101,10 +102,10 @@ def test_sampling_holds_a_cache_that_grows_with_its_tokens_as_estimated(one_rank
         assert memory.sampling_bytes(run, num_tokens) == pytest.approx(expected, rel=0.05)
 
 
-def test_what_may_not_fit_is_said_with_the_key_to_lower(one_rank, monkeypatch, capsys):
+def test_what_may_not_fit_is_said_with_the_key_to_lower(one_rank, monkeypatch):
     run = make_run(0.5 * GB, monkeypatch, questions=10**6, sampling__max_rows=10**7)
     memory.fit_into_memory(run)
-    learning, sampling = capsys.readouterr().out.split("!")[1:]
+    _, learning, sampling = run.folder.notes
     assert "lower training.tokens_per_micro_batch" in " ".join(learning.split())
     assert "4000000 answers of up to 32 tokens" in " ".join(sampling.split())
     fitting = int(sampling.split()[-1])
