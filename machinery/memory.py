@@ -4,6 +4,7 @@ Without this a CPU's system would end a rank without a word, in the middle of a 
 
 import os
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -60,14 +62,16 @@ def free_ram() -> int:
 # ---------------------------------------------------------------- what is needed
 
 class LiveBytes(TorchDispatchMode):
-    """Counts at each operation how many bytes all tensors hold that were made since it began. It
-    cannot see what a single operation needs inside."""
+    """Counts at each operation how many bytes all tensors hold that were made since it began, but
+    not these weights. It cannot see what a single operation needs inside."""
 
-    def __enter__(self):
+    supports_higher_order_operators = True  # like FlexAttention
+
+    def __init__(self, weights: Iterable[torch.Tensor] = ()):
+        super().__init__()
+        self.seen = {weight.untyped_storage()._cdata for weight in weights}
         self.now = 0
         self.peak = 0
-        self.seen = set()
-        return super().__enter__()
 
     def __torch_dispatch__(self, function, types, arguments=(), named=None):
         result = function(*arguments, **(named or {}))
@@ -91,23 +95,23 @@ class LiveBytes(TorchDispatchMode):
 
 
 def learning_bytes(run: Any) -> tuple[float, float]:
-    """Returns what a token of a micro-batch needs from the forward to the backward pass, and what
-    learning needs besides, however many tokens there are."""
+    """Returns the bytes that a token of a micro-batch holds from the forward to the backward pass,
+    and those that learning takes besides, however many tokens there are."""
     held = {}
     run.policy.train()
     for num_tokens in (SHORT, LONG):
         ids = [token % 8 for token in range(num_tokens)]  # Any model knows these.
         answer = SimpleNamespace(
             prompt_ids=ids[:num_tokens // 2], completion_ids=ids[num_tokens // 2:])
-        with LiveBytes() as live, run.policy.no_sync():
+        with LiveBytes() as live, run.policy.no_sync():  # Weights cancel out below.
             results = run.policy([answer])  # They hold on to the tensors of the pass.
             held[num_tokens] = live.now
         del results
     of_a_token = (held[LONG] - held[SHORT]) / (LONG - SHORT)
-    # For example weights that autocast has turned into half precision.
-    besides = held[SHORT] - SHORT * of_a_token
     # The logits of a chunk, over the temperature, their log softmax, and its gradient, in float32.
-    besides += 4 * 4 * LOGITS_PER_CHUNK
+    besides = 4 * 4 * LOGITS_PER_CHUNK
+    if run.config.model.precision == "mixed":
+        besides += bytes_that_learn(run.model) / 2  # Autocast has a copy in half precision.
     head = run.model.get_output_embeddings().weight
     if head.requires_grad:
         besides += 2 * head.numel() * head.element_size()  # of a chunk, and the sum of chunks
@@ -119,30 +123,41 @@ def sampling_bytes(run: Any, num_tokens: int) -> float:
     together: its KV cache and its logits."""
     held = {}
     run.sampler.eval()
+    weights = list(run.sampler.parameters())
     for length in (SHORT, LONG):
         ids = torch.arange(length, device=DEVICE)[None] % 8
-        with LiveBytes() as live, torch.no_grad():
+        with LiveBytes(weights) as live, torch.no_grad():
             cache = prefill(run.sampler, ids, torch.ones_like(ids, dtype=torch.bool))
             held[length] = live.now
         del cache
     of_a_token = (held[LONG] - held[SHORT]) / (LONG - SHORT)
+    # `prefill` leaves out the last token. Layers like Mamba's hold a state of constant size.
+    running_state = held[SHORT] - (SHORT - 1) * of_a_token
     # In float32: the logits, over the temperature, their softmax, and one more while it is made.
     logits = 4 * 4 * run.model.config.get_text_config().vocab_size
-    return of_a_token * num_tokens + logits
+    return of_a_token * num_tokens + running_state + logits
+
+
+def bytes_that_learn(model: nn.Module) -> int:
+    """Returns the bytes of this rank's weights that are trained."""
+    learning = [parameter.detach() for parameter in model.parameters() if parameter.requires_grad]
+    parts = [own.to_local() if isinstance(own, DTensor) else own for own in learning]
+    return sum(part.numel() * part.element_size() for part in parts)
 
 
 # ---------------------------------------------------------------- what fits
 
 def check_optimizer_fits(model: nn.Module) -> None:
-    """Refuses a model for which AdamW's optimizer state does not fit into the computer's RAM. A GPU
+    """Refuses a model whose gradients and optimizer state do not fit into the computer's RAM. A GPU
     says so by itself. Collective."""
     free = free_memory()
-    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    needed = 2 * sum(parameter.numel() * parameter.element_size() for parameter in learning)
+    # The gradient, and two numbers of AdamW for each weight. None of them is in memory yet.
+    needed = 3 * bytes_that_learn(model)
     if DEVICE.type == "cpu" and needed > free:
         raise UserError(
-            f"AdamW needs {needed / 1e9:.1f} GB for each rank, and {free / 1e9:.1f} GB are free: "
-            "start fewer ranks, set model.lora_rank to 16, for example, or take a smaller model")
+            f"learning needs {needed / 1e9:.1f} GB for each rank, and {free / 1e9:.1f} GB are "
+            "free: start fewer ranks, set model.lora_rank to 16, for example, or take a smaller "
+            "model")
 
 
 def fit_into_memory(run: Any) -> None:
@@ -158,12 +173,13 @@ def fit_into_memory(run: Any) -> None:
     notes = []
     if training.tokens_per_micro_batch is None:
         tokens = tokens_that_fit(SHARE * free - besides, of_a_token)
+        reason = f", as each rank has {free / 1e9:.1f} GB" if tokens < MOST_TOKENS else ""
         if run.folder.checkpoint is not None:
             tokens = run.folder.checkpoint.state.get("tokens_per_micro_batch", tokens)
+            reason = ", as before"
         training = training.model_copy(update={"tokens_per_micro_batch": tokens})
         run.config = run.config.model_copy(update={"training": training})
-        limited = f", as each rank has {free / 1e9:.1f} GB" if tokens < MOST_TOKENS else ""
-        notes.append(f"learning takes {tokens:,} tokens at a time{limited} "
+        notes.append(f"learning takes {tokens:,} tokens at a time{reason} "
                      "(training.tokens_per_micro_batch)")
     needed = besides + of_a_token * max(row, training.tokens_per_micro_batch)
     if needed > free:
