@@ -14,10 +14,10 @@ from machinery.ranks import RANK, join, leave_group
 
 SECONDS_FOR_THE_CAUSE = 5
 KILLED = (
-    "a rank that ends by SIGKILL, exit code -9, has most often run out of the computer's memory: "
-    "lower training.tokens_per_micro_batch, then sampling.max_rows, or start fewer ranks"
+    "exit code -9 (SIGKILL) most often means that the computer ran out of memory: lower "
+    "training.tokens_per_micro_batch, then sampling.max_rows, or start fewer ranks"
 )
-UNKNOWN_TIME = 2**31 - 1  # After any other: torchrun takes the earliest failure for the cause.
+LATEST_TIME = 2**31 - 1  # torchrun takes the earliest failure for the cause.
 
 
 def launch(main: Callable[[list[str]], None], arguments: list[str] | None = None) -> NoReturn:
@@ -27,7 +27,7 @@ def launch(main: Callable[[list[str]], None], arguments: list[str] | None = None
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     faulthandler.enable(2)  # It says where, when C code ends the process.
     # torchrun shows this if a signal ends the rank. Other errors put theirs in its place.
-    tell_torchrun(KILLED, UNKNOWN_TIME)
+    tell_torchrun(KILLED, LATEST_TIME)
     try:
         join()
         main(sys.argv[1:] if arguments is None else arguments)

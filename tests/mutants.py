@@ -384,7 +384,7 @@ MUTANTS = [
     Mutant("AdamW's optimizer state that takes no memory", "machinery/memory.py",
            "needed = 3 * bytes_that_learn(model)", "needed = bytes_that_learn(model)", FIT),
     Mutant("a killed rank that nobody explains", "machinery/launch.py",
-           "    tell_torchrun(KILLED, UNKNOWN_TIME)\n", "", KILLED),
+           "    tell_torchrun(KILLED, LATEST_TIME)\n", "", KILLED),
 ]
 
 
