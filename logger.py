@@ -74,7 +74,7 @@ class Logger:
         settings["run"]["name"] = self.path.name
         self.folder.write("config.yaml", yaml.safe_dump(settings, sort_keys=False))
         (self.path / "summary.json").unlink(missing_ok=True)  # Of an earlier start.
-        self.config = run.config  # In which the size of a micro-batch has been chosen.
+        self.config = run.config  # Now it has the size of a micro-batch.
         self.history = self.folder.read("metrics.jsonl")
         for note in self.folder.notes:
             print(note)

@@ -96,7 +96,7 @@ class LiveBytes(TorchDispatchMode):
 
 def learning_bytes(run: Any) -> tuple[float, float]:
     """Returns the bytes that a token of a micro-batch holds from the forward to the backward pass,
-    and those that learning takes besides, however many tokens there are."""
+    and those that learning takes however many tokens there are."""
     held = {}
     run.policy.train()
     for num_tokens in (SHORT, LONG):
@@ -109,13 +109,13 @@ def learning_bytes(run: Any) -> tuple[float, float]:
         del results
     of_a_token = (held[LONG] - held[SHORT]) / (LONG - SHORT)
     # The logits of a chunk, over the temperature, their log softmax, and its gradient, in float32.
-    besides = 4 * 4 * LOGITS_PER_CHUNK
+    fixed = 4 * 4 * LOGITS_PER_CHUNK
     if run.config.model.precision == "mixed":
-        besides += bytes_that_learn(run.model) / 2  # Autocast has a copy in half precision.
+        fixed += bytes_that_learn(run.model) / 2  # Autocast has a copy in half precision.
     head = run.model.get_output_embeddings().weight
     if head.requires_grad:
-        besides += 2 * head.numel() * head.element_size()  # of a chunk, and the sum of chunks
-    return of_a_token, besides
+        fixed += 2 * head.numel() * head.element_size()  # of a chunk, and the sum of chunks
+    return of_a_token, fixed
 
 
 def sampling_bytes(run: Any, num_tokens: int) -> float:
@@ -165,30 +165,34 @@ def fit_into_memory(run: Any) -> None:
 
     The gradient does not depend on the choice, but its last bits do. So a resumed run keeps what it
     had. Collective."""
-    training = run.config.training
     free = free_memory()
     longest = max(run.training_questions.rows, key=lambda row: len(row["prompt"]))
-    row = len(run.training_questions.encode(longest)) + training.max_new_gen_tokens
-    of_a_token, besides = learning_bytes(run)
-    notes = []
-    if training.tokens_per_micro_batch is None:
-        tokens = tokens_that_fit(SHARE * free - besides, of_a_token)
-        reason = f", as each rank has {free / 1e9:.1f} GB" if tokens < MOST_TOKENS else ""
-        if run.folder.checkpoint is not None:
-            tokens = run.folder.checkpoint.state.get("tokens_per_micro_batch", tokens)
-            reason = ", as before"
-        training = training.model_copy(update={"tokens_per_micro_batch": tokens})
-        run.config = run.config.model_copy(update={"training": training})
-        notes.append(f"learning takes {tokens:,} tokens at a time{reason} "
-                     "(training.tokens_per_micro_batch)")
-    needed = besides + of_a_token * max(row, training.tokens_per_micro_batch)
+    longest_length = len(run.training_questions.encode(longest))
+    longest_length += run.config.training.max_new_gen_tokens
+    of_a_token, fixed = learning_bytes(run)
+    if run.config.training.tokens_per_micro_batch is None:
+        run.folder.notes.append(wrap(choose_tokens(run, free, of_a_token, fixed)))
+    tokens = max(longest_length, run.config.training.tokens_per_micro_batch)
+    needed = fixed + of_a_token * tokens
     if needed > free:
-        notes.append(
+        run.folder.notes.append(wrap(
             f"! learning may need {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free for each "
             "rank: lower training.tokens_per_micro_batch or training.max_new_gen_tokens, set "
-            "model.gradient_checkpointing to true, or start fewer ranks")
-    notes += sampling_notes(run, free, row)
-    run.folder.notes += [wrap(note) for note in notes]  # They are shown at the start.
+            "model.gradient_checkpointing to true, or start fewer ranks"))
+    for note in sampling_notes(run, free, longest_length):
+        run.folder.notes.append(wrap(note))
+
+
+def choose_tokens(run: Any, free: float, of_a_token: float, fixed: float) -> str:
+    """Sets training.tokens_per_micro_batch. Returns the line that says so."""
+    tokens = tokens_that_fit(SHARE * free - fixed, of_a_token)
+    reason = f", as each rank has {free / 1e9:.1f} GB" if tokens < MOST_TOKENS else ""
+    if run.folder.checkpoint is not None:
+        tokens = run.folder.checkpoint.state.get("tokens_per_micro_batch", tokens)
+        reason = ", as before"
+    training = run.config.training.model_copy(update={"tokens_per_micro_batch": tokens})
+    run.config = run.config.model_copy(update={"training": training})
+    return f"learning takes {tokens:,} tokens at a time{reason} (training.tokens_per_micro_batch)"
 
 
 def tokens_that_fit(free: float, of_a_token: float) -> int:
