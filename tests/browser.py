@@ -28,12 +28,17 @@ def data_of(html: str) -> dict:
 class Browser(contextlib.ExitStack):
     def __enter__(self):
         folder = self.enter_context(tempfile.TemporaryDirectory(prefix="browser-"))
-        process = subprocess.Popen(
-            ["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "HOME": folder, "TMPDIR": folder}, start_new_session=True)
+        # chromedriver takes a port that is free in IPv4, and ends if it is not free in IPv6.
+        for attempt in range(10):
+            process = subprocess.Popen(
+                ["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True,
+                env={**os.environ, "HOME": folder, "TMPDIR": folder}, start_new_session=True)
+            started = next((line for line in process.stdout if "successfully on port" in line), "")
+            if started:
+                break
+            process.communicate()
         self.callback(process.communicate)  # All of its processes write to stdout until they end.
         self.callback(os.killpg, process.pid, signal.SIGKILL)
-        started = next(line for line in process.stdout if "successfully on port" in line)
         self.port, self.path = int(started.split()[-1].rstrip(".")), "/session"
         session = self.send("", capabilities={"alwaysMatch": WANTED})["sessionId"]
         self.path += f"/{session}/"
