@@ -7,6 +7,8 @@ from typing import Any
 import yaml
 
 from machinery.disk import beside_main
+from machinery.model import where_it_is
+from machinery.settings import Section
 from machinery.text import with_interval
 
 TEMPLATE = Path(__file__).with_name("card.md")
@@ -29,7 +31,21 @@ def model_card(run: Any, before: dict[str, float] | None, now: dict[str, float])
         step=run.step,
         results="\n".join(results),
         prompt=json.dumps(prompt),
+        loading=loading_lines(config.model),
         folder=run.folder.path / "best",
         settings=yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False),
         **dict(config),
     )
+
+
+def loading_lines(settings: Section) -> str:
+    """Returns the lines of Python that load the saved model, whose path is in `folder`."""
+    name = beside_main(settings.name)
+    if not (settings.lora_rank and name.endswith(".gguf")):
+        return "model = AutoModelForCausalLM.from_pretrained(folder)"
+    # The library finds the model that adapters belong to by itself, but not in a GGUF file.
+    return f"""from transformers import GgufConfig
+model = AutoModelForCausalLM.from_pretrained(
+    **{where_it_is(name)},
+    quantization_config=GgufConfig(dequantize=True))
+model.load_adapter(folder)"""

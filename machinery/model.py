@@ -3,6 +3,7 @@
 import copy
 import logging
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,7 +51,8 @@ def load_model(config: Config) -> tuple[Any, Any]:
     if tokenizer.eos_token_id is None:
         raise UserError(f"model.name={name!r}: no answer could end without an end-of-text token")
     if name.endswith(".gguf"):
-        forget_quantization(model, name)
+        say_it_was_rounded(name)
+        model.name_or_path = name  # The library names the folder.
     if getattr(model, "is_quantized", False):
         raise UserError(f"model.name={name!r} is quantized, and such weights cannot learn here: "
                         "take the model as it was before")
@@ -99,9 +101,12 @@ def load_weights(source: dict[str, Any], config: Config) -> tuple[Any, dict[str,
     # Without `device_map` each rank of a machine would first hold a whole model in its RAM.
     has_accelerate = transformers.utils.is_accelerate_available()
     to_gpu = DEVICE.type == "cuda" and has_accelerate and not config.training.shard
+    # The library can keep weights as few bits as a GGUF file has them, but these do not learn.
+    unpack = transformers.GgufConfig(dequantize=True) if "gguf_file" in source else None
     return AutoModelForCausalLM.from_pretrained(
         **source,
         config=model_config,
+        quantization_config=unpack,
         dtype=type_when_loaded(config.model),
         device_map={"": DEVICE} if to_gpu else None,
         attn_implementation=config.model.attention,
@@ -117,16 +122,10 @@ def type_when_loaded(settings: Section) -> torch.dtype:
     return torch.float32
 
 
-def forget_quantization(model: Any, name: str) -> None:
-    """The weights of a GGUF file are loaded as ordinary numbers, and saved as such."""
+def say_it_was_rounded(name: str) -> None:
     if RANK == 0:
         print(f"{name}: its weights were rounded to a few bits each. Training begins at these "
               "values, and all that is saved is unquantized")
-    model.hf_quantizer = None
-    model.is_quantized = False
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.name_or_path = name
 
 
 def find_unreached(model: Any, config: Config) -> list[str]:
@@ -187,6 +186,8 @@ def add_adapters(model: Any, config: Config, unreached: Sequence[str] = ()) -> N
     if Path(model.name_or_path).exists():
         # best/ names the model that its adapters belong to, and has to find it from anywhere.
         model.name_or_path = str(Path(model.name_or_path).resolve())
+    # A GGUF file has no such file beside it. PEFT asks only whether the vocabulary was resized.
+    warnings.filterwarnings("ignore", message="Could not find a config file")
     check_lora_targets(model, settings.lora_targets or [])
     torch.manual_seed(config.training.seed)  # All ranks start with the same adapters.
     with as_user_error(f"model.lora_targets={settings.lora_targets} does not fit this model"):

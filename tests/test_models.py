@@ -1,6 +1,7 @@
 """Models that people bring: they are right here, or a run ends with one line at its start. The
 tiny models are of tiny_models.py, and `examine` of architectures.py compares them."""
 
+import runpy
 from pathlib import Path
 
 import gguf
@@ -324,6 +325,21 @@ def test_a_gguf_file_trains_and_best_is_an_ordinary_folder(tmp_path, capsys):
     best = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "best")
     for name, tensor in original.state_dict().items():
         assert torch.equal(tensor, best.state_dict()[name]), name
+
+
+def test_adapters_of_a_gguf_file_are_loaded_by_the_lines_of_their_card(tmp_path, capsys):
+    write_gguf(ROOT / "tiny" / "model", tmp_path / "tiny.gguf")
+    code = start([*SMALL, f"model.name={tmp_path}/tiny.gguf", f"run.dir={tmp_path}",
+                  "model.lora_rank=4", "training.max_steps=0"])
+    assert code == 0
+    assert "config file" not in capsys.readouterr().err
+
+    card = (tmp_path / "a" / "best" / "README.md").read_text()
+    (tmp_path / "use.py").write_text(card.split("```python\n")[1].split("```")[0])
+    names = runpy.run_path(str(tmp_path / "use.py"))
+
+    assert "lora_A" in " ".join(names["model"].state_dict())
+    assert capsys.readouterr().out.startswith("Combine the numbers")
 
 
 def test_longrope_models_end_where_the_frequencies_of_all_rows_would_change():
