@@ -12,7 +12,7 @@ import re
 
 # `strict` is earned by the number alone, and `lenient` also by a reply that ends in it. So the two
 # tell apart whether a model learns to calculate or to write as it is asked to.
-REWARD_WEIGHTS = {"strict": 1.0, "lenient": 0.0, "form": 0.0}
+REWARD_WEIGHTS = {"strict": 1.0, "lenient": 0.0, "format": 0.0}
 SOLVED = "strict"
 SYSTEM_MESSAGE = "You are a calculator. You write the result of a sum and nothing else."
 REPLY_START = "="  # It opens every reply. Without it a small model begins to explain.
@@ -76,5 +76,5 @@ def reward_function(completion: str, row: dict) -> dict[str, float]:
     return {
         "strict": float(reply == str(row["result"])),
         "lenient": float(bool(found) and int(found[-1]) == row["result"]),
-        "form": float(re.fullmatch(r"-?\d+", reply) is not None),
+        "format": float(re.fullmatch(r"-?\d+", reply) is not None),
     }

@@ -11,7 +11,8 @@ from machinery.model import where_it_is
 from machinery.settings import Section
 from machinery.text import with_interval
 
-TEMPLATE = Path(__file__).with_name("card.md")
+# Read at once, because another version may take its place while a run goes on.
+TEMPLATE = Path(__file__).with_name("card.md").read_text(encoding="utf-8")
 
 
 def model_card(run: Any, before: dict[str, float] | None, now: dict[str, float]) -> str:
@@ -25,7 +26,7 @@ def model_card(run: Any, before: dict[str, float] | None, now: dict[str, float])
     for name in ("eval/solved", "eval/best_of_n"):
         results.append(f"| {name} | {with_interval(before, name)} | {with_interval(now, name)} |")
     prompt = run.tokenizer.decode(run.validation_questions[0].prompt_ids)
-    return TEMPLATE.read_text(encoding="utf-8").format(
+    return TEMPLATE.format(
         base_model=base_model,
         name=run.folder.path.name,
         step=run.step,

@@ -223,12 +223,12 @@ def test_the_group_of_a_sum_is_how_often_one_carries(sum_, carries):
     assert sys.modules["arithmetic"].num_carries(numbers) == carries
 
 
-@pytest.mark.parametrize("reply, strict, lenient, form", [
+@pytest.mark.parametrize("reply, strict, lenient, format_", [
     (" 64", 1, 1, 1), ("64", 1, 1, 1), ("64.", 0, 1, 0), ("17 + 47 = 64", 0, 1, 0),
     ("63", 0, 0, 1), ("64 apples and 2", 0, 0, 0), ("064", 0, 1, 1), ("", 0, 0, 0)])
-def test_a_sum_is_graded_strictly_leniently_and_by_its_form(reply, strict, lenient, form):
+def test_a_sum_is_graded_strictly_leniently_and_by_its_format(reply, strict, lenient, format_):
     parts = arithmetic.reward_function(reply, {"result": 64})
-    assert parts == {"strict": strict, "lenient": lenient, "form": form}
+    assert parts == {"strict": strict, "lenient": lenient, "format": format_}
 
 
 @pytest.mark.parametrize("dataset", ["tiny/data", "numbers=two", "signs=*", "high"])
