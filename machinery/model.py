@@ -74,7 +74,12 @@ def load_model(config: Config) -> tuple[Any, Any]:
 
 
 def check_model_name(name: str) -> None:
-    """Refuses what looks like a folder and is none. The library would ask the hub for it."""
+    """Refuses what looks like a folder and is none. The library would ask the hub for it. And a
+    folder of adapters, which is what LoRA saves."""
+    folder = Path(name)
+    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+        raise UserError(f"model.name={name!r} holds adapters and no model. docs/running.md shows "
+                        "how to merge them into one")
     if os.path.isdir(name) or (os.path.isfile(name) and name.endswith(".gguf")):
         return
     parts = Path(name).parts or (".",)

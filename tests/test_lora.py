@@ -201,6 +201,9 @@ def test_best_is_an_adapter_that_loads_from_anywhere_and_that_peft_makes_a_plain
     # It can be asked as any other model.
     assert ask.ask(["--model", str(best), "3", "7", "25", "=", "88"]) == 0
     assert capsys.readouterr().out.count("--- answer") == 4
+    # But it is no model to train.
+    assert start([*SMALL, *LORA, f"run.dir={tmp_path}", f"model.name={best}"]) == 2
+    assert "holds adapters and no model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("more", [[], LORA], ids=["full", "LoRA"])
