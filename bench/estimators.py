@@ -5,6 +5,8 @@
     .venv/bin/python bench/estimators.py --config recipes/lab.yaml \\
             --model before=tiny/lab/model --model after=runs/<name>/best
         the lab model before and after its training
+    .venv/bin/python bench/estimators.py --sketch docs/estimators-sketch.png
+        only a sketch of what bias and noise are; nothing is measured
 
 With one update a batch, every estimator is a weighted sum of gradients of log pi, one for each
 answer. So one pool of answers with their gradients serves them all. The weights come from main.py's
@@ -18,6 +20,7 @@ questions. Intervals of 95 % come from leaving out one question after the other 
 import argparse
 import copy
 import dataclasses
+import itertools
 import json
 import math
 import random
@@ -27,11 +30,13 @@ from statistics import fmean
 
 import torch
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 import ask
+import experiments
 import kept
 import one_step
 
@@ -45,8 +50,15 @@ BATCH = 128  # answers in what we call one batch
 ROUNDS = 2   # The answers of a pool are dealt into groups so often.
 OWN = "what it optimises"
 SOLVED = "what is solved"
-BEYOND = "batch, beyond Dr. GRPO's"
+DIFFERENCE = "batch, difference from Dr. GRPO"
 LOST = [None, None]  # A figure of which only noise is known.
+MODEL_COLOURS = ["#fcd34d", "#ea580c"]
+RUN_COLOUR = "#1d4ed8"
+ARROWS = {"true gradient": ("#15803d", 4), "mean of many batches": ("#1d4ed8", 3),
+          "one batch": ("#f97316", 1)}  # {what it is: its colour and its width}
+DPI = 120
+# The seeds of the runs, as bench/experiments.py looks them up.
+SEEDS = argparse.Namespace(keys=[], seeds=[0, 1, 2])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,19 +84,19 @@ ESTIMATORS = {
     "G = 64": Estimator(64),
     "no baseline": Estimator(change="no baseline"),
     "leave one out (RLOO)": Estimator(change="leave one out"),
-    "over the deviation": Estimator(keys={"scale_rewards": "group"}),
-    "over the own length": Estimator(keys={"loss_normalizer": "sequence"}),
-    "GRPO as published (both)": Estimator(
+    "divided by the standard deviation": Estimator(keys={"scale_rewards": "group"}),
+    "divided by the answer length": Estimator(keys={"loss_normalizer": "sequence"}),
+    "divided by both, as in GRPO": Estimator(
         keys={"scale_rewards": "group", "loss_normalizer": "sequence"}),
-    "over the mean (MaxRL)": Estimator(keys={"scale_rewards": "mean"}),
-    "cut-off answers masked": Estimator(keys={"mask_truncated": True}),
-    "only rewarded": Estimator(change="only positive"),
-    "only punished": Estimator(change="only negative"),
+    "divided by the mean (MaxRL)": Estimator(keys={"scale_rewards": "mean"}),
+    "truncated answers masked": Estimator(keys={"mask_truncated": True}),
+    "only positive advantages": Estimator(change="only positive"),
+    "only negative advantages": Estimator(change="only negative"),
     "SIL, 1 best of 8": sil(1),
     "SIL, 2 best of 8": sil(2),
     "SIL, 4 best of 8": sil(4),
-    "form pays 0.0": Estimator(pays={"format": 0.0}),
-    "form pays 1.0": Estimator(pays={"format": 1.0}),
+    "format pays 0.0": Estimator(pays={"format": 0.0}),
+    "format pays 1.0": Estimator(pays={"format": 1.0}),
     "temperature 0.6": Estimator(temperature=0.6),
     "temperature 1.4": Estimator(temperature=1.4),
     "KL 0.02 in the reward": Estimator(keys={"kl_beta": 0.02, "kl_in": "reward"}),
@@ -384,7 +396,7 @@ def with_intervals(means, squares, truths: dict, groups_a_batch: float,
             half = half_interval([a - b for a, b in zip(cosines[1:], beside[1:], strict=True)])
         else:
             half = math.hypot(half_interval(cosines[1:]), half_interval(beside[1:]))
-        found[BEYOND] = [round(cosines[0] - beside[0], 4), round(half, 4)]
+        found[DIFFERENCE] = [round(cosines[0] - beside[0], 4), round(half, 4)]
     return found, cosines
 
 
@@ -413,7 +425,7 @@ def description_of(pool: Pool, right: list[list[float]]) -> dict:
         num_different += len({tuple(answer.completion_ids) for answer in group})
     return {"solved": sorted(round(fmean(each), 3) for each in right),
             "different": round(num_different / len(answers), 3),
-            "cut off": round(fmean(answer.is_truncated for answer in answers), 3),
+            "truncated": round(fmean(answer.is_truncated for answer in answers), 3),
             "tokens": round(fmean(answer.num_tokens for answer in answers), 1)}
 
 
@@ -456,7 +468,7 @@ def measured(config, num_questions: int, num_answers: int, num_batches: int,
     return description_of(pool, right) | {"known to": known_to, "estimators": figures}
 
 
-# ---------------------------------------------------------------- tables and a picture
+# ---------------------------------------------------------------- tables
 
 def as_text(figure: list, sign: str = "") -> str:
     return "lost in noise" if figure == LOST else f"{figure[0]:{sign}.2f} ± {figure[1]:.2f}"
@@ -470,124 +482,337 @@ def answers_needed(along: float, noise: float) -> str:
     return f"{float(f'{needed:.2g}'):,.0f}"
 
 
-def show(name: str, found: dict) -> None:
+def as_row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def description(found: dict) -> str:
     solved = found["solved"]
     hard = sum(each < 0.1 for each in solved)
-    print(f"{name}: {100 * found['different']:.0f} % of answers differ, {fmean(solved):.2f} are "
-          f"right; {hard} of {len(solved)} questions are solved less than one time in ten; the "
-          f"cosine of the truth as known with the whole truth is {found['known to'][OWN]:.2f}\n\n"
-          f"| estimator | mean | with {SOLVED} | one batch | beyond Dr. GRPO | noise / signal "
-          f"| answers |\n|{' --- |' * 7}")
-    for estimator in [*ESTIMATORS, *LATER]:
-        if estimator not in found["estimators"]:
-            continue
-        row = {BEYOND: LOST, **found["estimators"][estimator]}
+    return (f"{100 * found['different']:.0f} % of answers differ, {fmean(solved):.2f} are right; "
+            f"{hard} of {len(solved)} questions are solved less than one time in ten; the cosine "
+            f"of the truth as known with the whole truth is {found['known to'][OWN]:.2f}")
+
+
+def measurable(known: dict) -> dict[str, dict]:
+    """Returns {model: {estimator: its figures}}, without the models on which all is lost."""
+    all_models = {title: found["estimators"] for title, found in known.items()}
+    return {title: figures for title, figures in all_models.items()
+            if figures[DEFAULT][f"batch, {OWN}"] != LOST} or all_models
+
+
+def names_in(models: dict[str, dict]) -> list[str]:
+    """Returns the estimators that were measured on any of the models."""
+    return [name for name in [*ESTIMATORS, *LATER]
+            if any(name in figures for figures in models.values())]
+
+
+def cosines_table(known: dict) -> str:
+    """Returns a row for each estimator, with the cosine of one batch and its difference from that
+    of Dr. GRPO, on each model."""
+    models = measurable(known)
+    cells = ["estimator"]
+    for title in models:
+        cells += [title, "difference"]
+    rows = [as_row(cells), f"|{' --- |' * len(cells)}"]
+    for name in names_in(models):
+        cells = [name]
+        for figures in models.values():
+            row = figures.get(name, {})
+            cells.append(as_text(row[f"batch, {OWN}"]) if row else "")
+            cells.append(as_text(row[DIFFERENCE], "+") if DIFFERENCE in row else "")
+        rows.append(as_row(cells))
+    return "\n".join(rows)
+
+
+def means_table(figures: dict) -> str:
+    """Returns a row for each estimator, with what is known of the mean of many batches."""
+    rows = [as_row(["estimator", "with its own truth", f"with {SOLVED}", "noise / signal",
+                    "answers for 0.9"]), f"|{' --- |' * 5}"]
+    for name in names_in({"": figures}):
+        row = figures[name]
         along = row[f"mean, {OWN}"][0]
         noise = row["noise"][0]
-        cells = [estimator, as_text(row[f"mean, {OWN}"]), as_text(row[f"mean, {SOLVED}"]),
-                 as_text(row[f"batch, {OWN}"]),
-                 "" if estimator == DEFAULT else as_text(row[BEYOND], "+"),
-                 "" if noise is None else f"{noise:.1f}",
-                 "" if along is None else answers_needed(along, noise)]
-        print(f"| {' | '.join(cells)} |", flush=True)
+        rows.append(as_row([
+            name,
+            as_text(row[f"mean, {OWN}"]),
+            as_text(row[f"mean, {SOLVED}"]),
+            "" if noise is None else f"{noise:.1f}",
+            "" if along is None else answers_needed(along, noise),
+        ]))
+    return "\n".join(rows)
 
 
-def runs_of(path: Path) -> dict[str, list[tuple[float, float]]]:
-    """Returns {estimator: what share each of its runs solved before and in the end}, from what
+# ---------------------------------------------------------------- what runs made of it
+
+def curves_of(records: dict) -> dict[str, list]:
+    """Returns {estimator: the evaluations of its run with each seed}, best first, from what
     bench/experiments.py keeps."""
-    runs = {}
-    for title, record in kept.read(path).items():
-        name = title.rpartition(" seed ")[0]
-        if name in ESTIMATORS:
-            curve = record["curve"]
-            runs.setdefault(name, []).append((curve[0]["solved"], curve[-1]["solved"]))
-    return runs
+    curves = {}
+    for name in ESTIMATORS:
+        titles = [experiments.title_of(name, seed, SEEDS) for seed in SEEDS.seeds]
+        if all(title in records for title in titles):
+            curves[name] = [records[title]["curve"] for title in titles]
+    return dict(sorted(curves.items(), key=lambda item: -fmean(ends_of(item[1]))))
 
 
-def draw(known: dict, runs: dict[str, list[tuple[float, float]]], path: Path) -> None:
-    """Draws a panel for each model, unless all is lost there, and one for the runs."""
-    all_panels = {name: found["estimators"] for name, found in known.items()}
-    panels = {name: rows for name, rows in all_panels.items()
-              if rows[DEFAULT][f"batch, {OWN}"] != LOST} or all_panels
-    names = [name for name in [*ESTIMATORS, *LATER]
-             if any(name in rows for rows in panels.values())]
-    figure = Figure(figsize=(5 + 3.2 * len(panels), 0.28 * len(names) + 2), layout="constrained")
-    num_panels = len(panels) + bool(runs)
-    all_axes = figure.subplots(1, num_panels, sharey=True, squeeze=False)[0]
-    for axes, (title, rows) in zip(all_axes, panels.items()):
-        for place, name in enumerate(names):
-            draw_row(axes, place, rows.get(name))
-        axes.set(title=title, xlim=(0, 1.25),
-                 xlabel="cosine with the true gradient\nof one batch (bar), of many (dot)")
-    for name, own in runs.items():
-        for before, end in own:
-            all_axes[-1].plot(end, names.index(name), "|", markersize=11, color="#15803d")
-            all_axes[-1].axvline(before, color="#a3a3a3", linestyle=":", linewidth=0.8)
+def ends_of(curves: list) -> list[float]:
+    """Returns the share of held-out answers that each seed solved in the end."""
+    return [curve[-1]["solved"] for curve in curves]
+
+
+def ended_above(name: str, other: str, records: dict) -> list[float]:
+    """Returns how much more a run solved than another, and half of a 95 % interval. It is the wider
+    one of two, between seeds and between held-out questions."""
+    claim = experiments.Claim("", "", experiments.SOLVED, more=name, less=other)
+    effect = experiments.effect_of(claim, records, SEEDS)
+    return [effect.difference, effect.half_width]
+
+
+def compared(difference: list[float]) -> str:
+    """Returns nothing for a difference that could be chance."""
+    value, half = difference
+    if abs(value) <= half:
+        return ""
+    return "higher" if value > 0 else "lower"
+
+
+def verdict_of(cosine: str, run: str) -> str:
+    """Says how an estimator's cosine and its run compare with those of Dr. GRPO."""
+    if cosine == run:
+        return f"both are {run}" if run else "both could be chance"
+    if not run:
+        return f"only the cosine is {cosine}"
+    if not cosine:
+        return f"only the run is {run}"
+    return f"the cosine is {cosine}, the run {run}"
+
+
+def runs_table(known: dict, records: dict) -> str:
+    """Returns a row for each estimator that has runs, best first, with its cosines."""
+    models = measurable(known)
+    rows = [as_row(["estimator", *[f"cosine {title}" for title in models],
+                    "share solved, each seed"]), f"|{' --- |' * (len(models) + 2)}"]
+    for name, curves in curves_of(records).items():
+        cells = [name]
+        for figures in models.values():
+            cells.append(as_text(figures[name][f"batch, {OWN}"]) if name in figures else "")
+        rows.append(as_row([*cells, " ".join(f"{share:.2f}" for share in ends_of(curves))]))
+    return "\n".join(rows)
+
+
+def verdicts_table(figures: dict, records: dict) -> str:
+    """Returns a row for each estimator that has runs. The differences are those from Dr. GRPO."""
+    rows = [as_row(["estimator", "difference of the cosine", "difference of the share solved",
+                    "what differs"]), f"|{' --- |' * 4}"]
+    for name in curves_of(records):
+        if DIFFERENCE not in figures.get(name, {}):
+            continue
+        cosine = figures[name][DIFFERENCE]
+        solved, half = ended_above(name, DEFAULT, records)
+        rows.append(as_row([name, as_text(cosine, "+"), f"{solved:+.3f} ± {half:.3f}",
+                            verdict_of(compared(cosine), compared([solved, half]))]))
+    return "\n".join(rows)
+
+
+def order_of_pairs(figures: dict, records: dict) -> str:
+    """Says how many pairs of runs ended apart by more than the interval, and which of these pairs
+    are in another order by their cosines."""
+    names = [name for name in curves_of(records) if name in figures]
+    pairs = list(itertools.combinations(names, 2))
+    apart = [(better, worse) for better, worse in pairs
+             if compared(ended_above(better, worse, records)) == "higher"]
+    otherwise = [f"{better} > {worse}" for better, worse in apart
+                 if figures[better][f"batch, {OWN}"][0] <= figures[worse][f"batch, {OWN}"][0]]
+    return (f"of {len(pairs)} pairs of runs {len(apart)} ended apart, "
+            f"{len(apart) - len(otherwise)} in the order of their cosines; "
+            f"not so: {'; '.join(otherwise) or 'none'}")
+
+
+# ---------------------------------------------------------------- pictures
+
+def draw(known: dict, records: dict, path: Path) -> None:
+    """Draws the cosine of one batch, a bar for each estimator and model. They are sorted by the
+    last model's. Beside them is the share that each run solved in the end."""
+    models = measurable(known)
+    runs = curves_of(records)
+    names = names_in(models)
+    names.sort(key=lambda name: place_of(name, models))
+    height = 0.16 * len(names) * len(models) + 1.8
+    figure = Figure(figsize=(8, height), layout="constrained", facecolor="white")
+    all_axes = figure.subplots(1, 2 if runs else 1, sharey=True, squeeze=False,
+                               width_ratios=[3, 2] if runs else [1])[0]
+    draw_cosines(all_axes[0], models, names)
     if runs:
-        all_axes[-1].set(title="runs", xlabel="share solved in the end\n(dotted: before)")
-    all_axes[0].set_yticks(range(len(names)), names)
-    all_axes[0].invert_yaxis()
-    figure.savefig(path, dpi=80)
+        draw_runs(all_axes[1], runs, names)
+    for axes in all_axes:
+        axes.axhspan(names.index(DEFAULT) - 0.5, names.index(DEFAULT) + 0.5, color="#d1d5db",
+                     zorder=0, label="the default" if axes is all_axes[0] else None)
+        axes.grid(color="#d4d4d4", linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.tick_params(labelsize=9)
+    all_axes[0].set_ylim(len(names) - 0.4, -0.6)  # the first is at the top
+    figure.legend(loc="outside upper center", ncols=2, fontsize=9, frameon=False)
+    figure.savefig(path, dpi=DPI)
 
 
-def draw_row(axes, place: int, row: dict | None) -> None:
-    if row and row[f"batch, {OWN}"] != LOST:
-        cosine, half = row[f"batch, {OWN}"]
-        axes.barh(place, cosine, xerr=half, color="#fdba74", ecolor="#737373")
-    if row and row[f"mean, {OWN}"] != LOST:
-        cosine, half = row[f"mean, {OWN}"]
-        axes.errorbar(cosine, place, xerr=half, fmt="o", color="#1d4ed8")
-    else:
-        axes.text(1, place, "lost in noise" if row else "not measured", color="#737373",
-                  ha="center", va="center", fontsize=8)
+def place_of(name: str, models: dict[str, dict]) -> list[float]:
+    """Returns what sorts the estimators: their cosines, of the last model first."""
+    place = []
+    for figures in reversed(models.values()):
+        cosine = figures.get(name, {}).get(f"batch, {OWN}", LOST)[0]
+        place.append(2.0 if cosine is None else -cosine)
+    return place
 
 
-def command(arguments: list[str]) -> int:
+def draw_cosines(axes, models: dict[str, dict], names: list[str]) -> None:
+    thickness = 0.8 / len(models)
+    for number, (title, figures) in enumerate(models.items()):
+        colour = MODEL_COLOURS[number % len(MODEL_COLOURS)]
+        shift = (number + 0.5) * thickness - 0.4
+        label = f"one batch of {BATCH} answers, {title}"
+        for row, name in enumerate(names):
+            figure = figures.get(name, {}).get(f"batch, {OWN}")
+            if figure is None or figure == LOST:
+                axes.text(0.01, row + shift, "lost in noise" if figure else "not measured",
+                          va="center", fontsize=9, color="#525252")
+                continue
+            cosine, half = figure
+            axes.barh(row + shift, cosine, thickness, xerr=half, color=colour, label=label)
+            label = None  # One of them is enough in the legend.
+    axes.axvline(0, color="#171717", linewidth=0.8)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_title("Cosine of one batch with the true\ngradient, and its 95 % interval",
+                   fontsize=11)
+    axes.set_xlabel("0: at a right angle, 1: same direction", fontsize=9)
+
+
+def draw_runs(axes, runs: dict[str, list], names: list[str]) -> None:
+    label = "one run (three seeds each)"
+    for name, curves in runs.items():
+        ends = ends_of(curves)
+        axes.plot(ends, [names.index(name)] * len(ends), "o", markersize=6, alpha=0.7,
+                  color=RUN_COLOUR, label=label)
+        label = None
+    before = fmean(curve[0]["solved"] for curve in runs[DEFAULT])
+    axes.axvline(before, color=RUN_COLOUR, linestyle=":", label="share solved before training")
+    num_steps = runs[DEFAULT][0][-1]["step"]
+    axes.set_title(f"Share solved by runs\nafter {num_steps} steps", fontsize=11)
+    axes.set_xlabel("share of held-out answers", fontsize=9)
+    axes.set_xlim(0, 0.5)
+
+
+def draw_sketch(path: Path) -> None:
+    """Draws what bias and noise are. The arrows are invented."""
+    figure = Figure(figsize=(8, 3.9), layout="constrained", facecolor="white")
+    noisy, biased = figure.subplots(1, 2)
+    draw_arrows(noisy, 7, [-78, -54, -31, -17, 17, 34, 56, 73])
+    draw_arrows(biased, 50, [-11, -7, -3, 3, 7, 11])
+    draw_arc(noisy, -71, 80, 1.1, "noise")
+    draw_arc(biased, 0, 50, 0.45, "bias")
+    noisy.set_title("Much noise, hardly any bias:\nmore answers help", fontsize=11)
+    biased.set_title("Much bias, little noise:\nmore answers do not help", fontsize=11)
+    handles = [Line2D([], [], color=colour, linewidth=width, label=label)
+               for label, (colour, width) in ARROWS.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=10, frameon=False)
+    figure.savefig(path, dpi=DPI)
+
+
+def at_angle(degrees: float, length: float = 1.0) -> tuple[float, float]:
+    return length * math.cos(math.radians(degrees)), length * math.sin(math.radians(degrees))
+
+
+def draw_arrows(axes, bias: float, scattered: list[float]) -> None:
+    """Draws the truth to the right, the mean at the angle `bias` to it, in degrees, and batches
+    scattered about the mean."""
+    arrows = [("one batch", bias + angle) for angle in scattered]
+    arrows += [("mean of many batches", bias), ("true gradient", 0.0)]
+    for label, angle in arrows:
+        colour, width = ARROWS[label]
+        axes.annotate("", at_angle(angle), (0, 0), arrowprops={
+            "arrowstyle": "-|>", "color": colour, "linewidth": width, "shrinkA": 0, "shrinkB": 0})
+    axes.set(xlim=(-0.2, 1.5), ylim=(-1.1, 1.15), aspect="equal")
+    axes.axis("off")
+
+
+def draw_arc(axes, start: int, end: int, radius: float, label: str) -> None:
+    """Draws an arc between two angles in degrees, with its label beside it."""
+    xs, ys = zip(*[at_angle(degrees, radius) for degrees in range(start, end + 1)])
+    axes.plot(xs, ys, color="#171717", linewidth=1.2)
+    axes.text(*at_angle((start + end) / 2 - 5, radius + 0.08), label, fontsize=11)
+
+
+# ---------------------------------------------------------------- the command
+
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", action="append", metavar="NAME=FOLDER",
-                        help="may be given several times (default: first=tiny/model)")
+                        help="may be given several times (default: tiny=tiny/model)")
     parser.add_argument("--questions", type=int, default=64, help="at least 3")
     parser.add_argument("--answers", type=int, default=64, help="to each question, at least 8")
     parser.add_argument("--batches", type=int, default=8, help="for later updates, 0 or at least 3")
     parser.add_argument("--config", action="append", default=[], help="as for main.py")
     parser.add_argument("--data", type=Path, default=ROOT / "runs" / "estimators.json",
                         help="what it holds under a NAME is not measured again")
-    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--picture", type=Path, help="where the bars are drawn")
+    parser.add_argument("--sketch", type=Path, help="draw bias and noise there, measure nothing")
     parser.add_argument("--runs", type=Path, help="what bench/experiments.py keeps, to set beside")
     parser.add_argument("keys", nargs="*", help="section.key=value")
     options = parser.parse_intermixed_args(arguments)
     if (options.questions < 3 or options.answers < 8
             or options.batches in (1, 2, options.questions)):
         parser.error("at least 3 questions, 8 answers, and 3 batches, not as many as questions")
-    models = [model.partition("=") for model in options.model or ["first=tiny/model"]]
-    if not all(folder for _, _, folder in models):
-        parser.error("--model NAME=FOLDER, like before=tiny/model")
+    options.folders = {}
+    for model in options.model or ["tiny=tiny/model"]:
+        name, _, folder = model.partition("=")
+        if not folder:
+            parser.error("--model NAME=FOLDER, like before=tiny/model")
+        options.folders[name] = folder
+    return options
+
+
+def config_of(folder: str, options: argparse.Namespace) -> tuple:
+    """Returns a model's settings, and the name of the model that its run began with, which is its
+    reference. A trained model has the settings of its run."""
     files = []
     for path in options.config:
         files += ["--config", path]
+    own = ask.settings_of(Path(folder))
+    keys = [*files, *own, *options.keys]
+    begun_as = load_config(keys).model.name if own else folder
+    name = f"model.name={json.dumps(folder)}"
+    return load_config([*keys, name, "training.shard=false"]), begun_as
+
+
+def command(arguments: list[str]) -> int:
+    options = parse(arguments)
+    if options.sketch:
+        draw_sketch(options.sketch)
+        return 0
     known = kept.read(options.data)
-    shown = {}
     try:
         join()
-        for name, _, folder in models:
+        for name, folder in options.folders.items():
             if name not in known:
-                # A trained model has the settings of its run. Its reference is what the run began
-                # with.
-                own = ask.settings_of(Path(folder))
-                keys = [*files, *own, *options.keys]
-                begun_as = load_config(keys).model.name if own else folder
-                config = load_config([*keys, f"model.name={json.dumps(folder)}",
-                                      "training.shard=false"])
+                config, begun_as = config_of(folder, options)
                 known[name] = measured(config, options.questions, options.answers,
                                        options.batches, begun_as)
                 kept.write(options.data, known)
-            shown[name] = known[name]
-            show(name, known[name])
+            print(f"{name}: {description(known[name])}\n\n"
+                  f"{means_table(known[name]['estimators'])}\n", flush=True)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    shown = {name: known[name] for name in options.folders}
+    print(f"{cosines_table(shown)}\n")
+    records = kept.read(options.runs) if options.runs else {}
+    if records:
+        print(f"{runs_table(shown, records)}\n")
+        for name, figures in measurable(shown).items():
+            print(f"{name}: {order_of_pairs(figures, records)}\n\n"
+                  f"{verdicts_table(figures, records)}\n")
     if options.picture:
-        draw(shown, runs_of(options.runs) if options.runs else {}, options.picture)
+        draw(shown, records, options.picture)
     print(json.dumps({name: found["estimators"] for name, found in shown.items()}))
     return 0
 

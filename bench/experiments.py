@@ -1,15 +1,17 @@
-"""Claims about the algorithm, each put to the test in runs, and one picture of them all.
+"""Claims about the algorithm, each put to the test in runs, and one picture of what matters most.
 
-    .venv/bin/python bench/experiments.py --picture experiments.png
-        all of them, in hours; what is in the file of --data is not run again
+    .venv/bin/python bench/experiments.py --show --data docs/experiments.json \
+        --picture docs/experiments.png
+        the tables and the picture of docs/experiments.md, from the runs in the file, in seconds
     .venv/bin/python bench/experiments.py --run "G = 2" --seeds 0
-        one of the runs beside the default, in minutes
-    .venv/bin/python bench/experiments.py --data docs/experiments.json --picture experiments.png
-        the runs in docs/experiments.md
+        one of the runs beside its default, in minutes; a run in the file of --data is not repeated
+    .venv/bin/python bench/experiments.py
+        all runs, in hours
 
 A claim says which of two runs has more of something at the last evaluation. Its effect is the mean
-difference over seeds, with Student's 95 % interval. Both runs of a seed get the same questions in
-the same order. Each run is one process, which takes the questions of two ranks."""
+difference over seeds. The verdict stands on the wider of two 95 % intervals, that between seeds
+and that between questions. Both runs of a seed get the same questions in the same order. Each run
+is one process, which takes the questions of two ranks."""
 
 import argparse
 import json
@@ -18,35 +20,59 @@ import os
 import statistics
 import subprocess
 import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-from kept import AT_ONCE, run_missing
+import kept
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAM, CONFIG = "program", "config"
 QUESTIONS, GROUP = "training.num_samples_per_step", "training.k_best_of_n"
-DEFAULT, FIRST = "Dr. GRPO, G = 8", "first base"
-WRONG, HARDEST = "characters if wrong", "solved of the hardest"
+
+# ---------------------------------------------------------------- runs
+
+DEFAULT, TINY = "Dr. GRPO, G = 8", "tiny model, default"
+STANDARD_DEVIATION = "divided by the standard deviation"
+ANSWER_LENGTH = "divided by the answer length"
+MEAN = "divided by the mean (MaxRL)"
+SIL = "SIL, 2 best of 8"
+PUBLISHED = "GRPO as published"
+# A second name after it says what else differs from the default.
+ANSWER_PAYS = "only the answer pays"
+
+USUAL = {PROGRAM: ["main.py"], CONFIG: "recipes/lab.yaml", QUESTIONS: 16}
+ON_TINY = {CONFIG: "config.yaml", "training.max_steps": 100}
+BY_STANDARD_DEVIATION = {"training.scale_rewards": "group"}
+BY_ANSWER_LENGTH = {"training.loss_normalizer": "sequence"}
+BY_MEAN = {"training.scale_rewards": "mean"}
+BEST_OF_8 = {"training.learning_type": "sil", GROUP: "[2,8]"}
+KL_IN_LOSS = {"training.kl_beta": 0.04, "training.kl_in": "loss"}
 FOUR = {"training.updates_per_batch": 4, "training.learning_rate": "1.0e-4",
         "training.max_steps": 30}
 FOOLED = {"task.name": "tests/tasks/yes_is_enough.py"}
-USUAL = {PROGRAM: ["main.py"], CONFIG: "recipes/lab.yaml", QUESTIONS: 16}
-ON_FIRST = {CONFIG: "config.yaml", "training.max_steps": 100}
-# {which run: its keys, over the usual ones, for all ranks together}
+# A part with weight 0.0 pays nothing, but is measured. A part that is left out is not measured.
+NO_FORMAT = {"task.reward_weights": "{answer: 1.0, format: 0.0}"}
+
+# {run: its keys, which override the usual ones, for all ranks together}
 RUNS: dict[str, dict] = {
     DEFAULT: {},
     "G = 2": {QUESTIONS: 64, GROUP: "[2,2]"},
     "G = 32": {QUESTIONS: 4, GROUP: "[32,32]"},
-    "over the deviation": {"training.scale_rewards": "group"},
-    "over the own length": {"training.loss_normalizer": "sequence"},
-    "GRPO as published (both)": {"training.scale_rewards": "group",
-                                 "training.loss_normalizer": "sequence"},
-    "over the mean (MaxRL)": {"training.scale_rewards": "mean"},
-    "SIL, 2 best of 8": {"training.learning_type": "sil", GROUP: "[2,8]"},
-    "only rewarded": {PROGRAM: ["bench/variants.py", "rewarded"]},
-    "only punished": {PROGRAM: ["bench/variants.py", "punished"]},
+    STANDARD_DEVIATION: BY_STANDARD_DEVIATION,
+    ANSWER_LENGTH: BY_ANSWER_LENGTH,
+    PUBLISHED: BY_STANDARD_DEVIATION | BY_ANSWER_LENGTH | KL_IN_LOSS,
+    MEAN: BY_MEAN,
+    SIL: BEST_OF_8,
+    ANSWER_PAYS: NO_FORMAT,
+    f"{ANSWER_PAYS}, {STANDARD_DEVIATION}": NO_FORMAT | BY_STANDARD_DEVIATION,
+    f"{ANSWER_PAYS}, {MEAN}": NO_FORMAT | BY_MEAN,
+    f"{ANSWER_PAYS}, {SIL}": NO_FORMAT | BEST_OF_8,
+    "only positive advantages": {PROGRAM: ["bench/variants.py", "rewarded"]},
+    "only negative advantages": {PROGRAM: ["bench/variants.py", "punished"]},
     "four updates": FOUR,
     "four updates, clipped": FOUR | {"training.clip": "[0.2,0.2]"},
     "four updates, clipped higher": FOUR | {"training.clip": "[0.2,0.4]"},
@@ -54,56 +80,74 @@ RUNS: dict[str, dict] = {
     "yes is enough": FOOLED,
     "yes is enough, KL 0.02": FOOLED | {"training.kl_beta": 0.02},
     "refilled": {"training.refill": 3},
-    FIRST: ON_FIRST,
-    "ten times the rate": ON_FIRST | {"training.learning_rate": "3.0e-4"},
-    "a hundred times the rate": ON_FIRST | {"training.learning_rate": "3.0e-3"},
-    "shuffled rewards": ON_FIRST | {"task.name": "tests/tasks/shuffled_reward.py"},
-    "only the form pays": ON_FIRST | {"task.reward_weights": "{answer: 0.0, format: 1.0}"},
+    TINY: ON_TINY,
+    "ten times the learning rate": ON_TINY | {"training.learning_rate": "3.0e-4"},
+    "a hundred times the learning rate": ON_TINY | {"training.learning_rate": "3.0e-3"},
+    "shuffled rewards": ON_TINY | {"task.name": "tests/tasks/shuffled_reward.py"},
+    "only the format pays": ON_TINY | {"task.reward_weights": "{answer: 0.0, format: 1.0}"},
 }
+
+# ---------------------------------------------------------------- claims
+
+SOLVED, HARDEST = "solved", "solved of the hardest"
+WRONG, ENTROPY = "characters of wrong answers", "entropy"
+# Those that an evaluation measures, and what it calls them.
+METRICS = {"step": "step", SOLVED: "eval/solved", "answer length": "eval/completion_length",
+           "truncated": "eval/truncated", "format": "eval/format"}
 
 
 @dataclass(frozen=True)
 class Claim:
     says: str
-    paper: str
+    paper: str  # which makes the claim, or gives the reason for it
     metric: str
     more: str  # which run has more of the metric, if the claim is right
     less: str
 
 
 CLAIMS = [
-    Claim("groups of 2 fall behind", "2510.00977", "solved", DEFAULT, "G = 2"),
-    Claim("large groups lift the hardest", "", HARDEST, "G = 32", "G = 2"),
-    Claim("the deviation falls behind", "2503.20783", "solved", DEFAULT, "over the deviation"),
-    Claim("the own length makes wrong answers longer", "2503.20783", WRONG,
-          "over the own length", DEFAULT),
-    Claim("GRPO as published falls behind", "2503.20783", "solved", DEFAULT,
-          "GRPO as published (both)"),
-    Claim("the mean lifts the hardest", "2602.02710", HARDEST,
-          "over the mean (MaxRL)", DEFAULT),
-    Claim("imitating the best falls behind", "", "solved", DEFAULT, "SIL, 2 best of 8"),
-    Claim("only rewarded, entropy is lower", "2506.01347", "entropy", DEFAULT, "only rewarded"),
-    Claim("only punished, entropy is higher", "2506.01347", "entropy", "only punished", DEFAULT),
-    Claim("punishing alone teaches less", "", "solved", "only rewarded", "only punished"),
-    Claim("a KL term holds back", "2503.14476", "solved", DEFAULT, "KL 0.02 in the reward"),
-    Claim("a weak reward teaches less", "2209.13085", "solved", DEFAULT, "yes is enough"),
-    Claim("a KL term saves a fooled run", "1909.08593", "solved", "yes is enough, KL 0.02",
+    Claim("groups of 2 fall behind", "", SOLVED, DEFAULT, "G = 2"),
+    Claim("large groups lift the hardest questions", "", HARDEST, "G = 32", "G = 2"),
+    Claim("dividing by the standard deviation falls behind", "", SOLVED,
+          DEFAULT, STANDARD_DEVIATION),
+    Claim("dividing by the standard deviation falls behind, where only the answer pays",
+          "2503.20783", SOLVED, ANSWER_PAYS, f"{ANSWER_PAYS}, {STANDARD_DEVIATION}"),
+    Claim("dividing by the answer length makes wrong answers longer", "2503.20783", WRONG,
+          ANSWER_LENGTH, DEFAULT),
+    Claim("GRPO as published falls behind", "2503.20783", SOLVED, DEFAULT, PUBLISHED),
+    Claim("dividing by the mean lifts the hardest questions", "", HARDEST, MEAN, DEFAULT),
+    Claim("dividing by the mean lifts the hardest questions, where only the answer pays",
+          "2602.02710", HARDEST, f"{ANSWER_PAYS}, {MEAN}", ANSWER_PAYS),
+    Claim("self-imitation falls behind", "", SOLVED, DEFAULT, SIL),
+    Claim("self-imitation falls behind, where only the answer pays", "", SOLVED,
+          ANSWER_PAYS, f"{ANSWER_PAYS}, {SIL}"),
+    Claim("only positive advantages lower the entropy", "2506.01347", ENTROPY,
+          DEFAULT, "only positive advantages"),
+    Claim("only negative advantages raise the entropy", "2506.01347", ENTROPY,
+          "only negative advantages", DEFAULT),
+    Claim("negative advantages alone teach less than positive ones", "", SOLVED,
+          "only positive advantages", "only negative advantages"),
+    Claim("a KL term holds back", "2503.14476", SOLVED, DEFAULT, "KL 0.02 in the reward"),
+    Claim("a reward that can be fooled teaches less", "2209.13085", SOLVED,
+          DEFAULT, "yes is enough"),
+    Claim("a KL term saves a fooled run", "1909.08593", SOLVED, "yes is enough, KL 0.02",
           "yes is enough"),
-    Claim("several updates need clipping", "1707.06347", "solved", "four updates, clipped",
+    Claim("several updates need clipping", "1707.06347", SOLVED, "four updates, clipped",
           "four updates"),
-    Claim("a higher upper bound keeps entropy", "2503.14476", "entropy",
+    Claim("a higher upper bound keeps entropy", "2503.14476", ENTROPY,
           "four updates, clipped higher", "four updates, clipped"),
-    Claim("refilling groups pays", "2503.14476", "solved", "refilled", DEFAULT),
-    Claim("ten times the rate ends lower", "", "solved", FIRST, "ten times the rate"),
-    Claim("a hundred times the rate ends it", "", "solved", FIRST, "a hundred times the rate"),
-    Claim("random rewards teach too", "2506.10947", "solved", "shuffled rewards",
-          "only the form pays"),
-    Claim("what all earn teaches none", "", "solved", FIRST, "only the form pays"),
+    Claim("refilling groups pays", "2503.14476", SOLVED, "refilled", DEFAULT),
+    Claim("ten times the learning rate ends lower", "", SOLVED,
+          TINY, "ten times the learning rate"),
+    Claim("a hundred times the learning rate ends lower", "", SOLVED,
+          TINY, "a hundred times the learning rate"),
+    Claim("shuffled rewards teach too", "2506.10947", SOLVED, "shuffled rewards",
+          "only the format pays"),
+    Claim("a reward that every answer earns teaches less", "", SOLVED,
+          TINY, "only the format pays"),
 ]
-METRICS = {"step": "step", "solved": "eval/solved", "tokens": "eval/completion_length",
-           "cut off": "eval/truncated", "form": "eval/format"}
-UNITS = {"entropy": ", nats", WRONG: ""}  # The others are shares.
-STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}  # 97.5 % of n - 1 degrees
+
+# ---------------------------------------------------------------- one run
 
 
 def title_of(run: str, seed: int, options: argparse.Namespace) -> str:
@@ -111,13 +155,13 @@ def title_of(run: str, seed: int, options: argparse.Namespace) -> str:
 
 
 def record_of(run: str, seed: int, options: argparse.Namespace) -> dict:
-    """Returns what the run's evaluations say. A run that was stopped resumes."""
+    """Returns what the run's evaluations measured. A run that was stopped resumes."""
     keys = USUAL | RUNS[run]
     words = [*keys.pop(PROGRAM), "--config", keys.pop(CONFIG)]
     words += [f"{key}={value}" for key, value in keys.items()]
     words += [*options.keys, f"training.seed={seed}", f"run.dir={options.out}",
               f"run.name={''.join(filter(str.isalnum, run))}-{seed}"]
-    threads = str(max(1, os.cpu_count() // AT_ONCE))
+    threads = str(max(1, os.cpu_count() // kept.AT_ONCE))
     ended = subprocess.run([sys.executable, *words], cwd=ROOT, check=True, text=True,
                            stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": threads})
     summary = json.loads(ended.stdout.splitlines()[-1])
@@ -150,155 +194,271 @@ def read_samples(folder: Path) -> dict[int, list[list[dict]]]:
 
 def of_evaluation(entry: dict, groups: list[list[dict]], entropies: list[float]) -> dict:
     """Returns its metrics, the mean entropy of the steps before it, the mean number of characters
-    of wrong answers, and a digit for each question: how many of its answers are right."""
+    of wrong answers, and a digit for each question, which is the number of its right answers."""
     wrong = []
     right = ""
     for group in groups:
         wrong += [len(sample["completion"]) for sample in group if not sample["answer"]]
         right += str(int(sum(sample["answer"] for sample in group)))
     found = {name: round(entry[key], 4) for name, key in METRICS.items()}
-    found["entropy"] = round(statistics.fmean(entropies), 4) if entropies else None
+    found[ENTROPY] = round(statistics.fmean(entropies), 4) if entropies else None
     found[WRONG] = round(statistics.fmean(wrong or [0]), 1)
     found["right"] = right
     return found
 
 
+def hardest_of(record: dict) -> list[int]:
+    """Returns the places of the questions none of whose answers were right before training."""
+    return [i for i, right in enumerate(record["curve"][0]["right"]) if right == "0"]
+
+
 def series(record: dict, metric: str) -> list[tuple[int, float]]:
-    """Returns (step, value) of each evaluation. The hardest questions are those none of whose
-    answers were right before training."""
+    """Returns (step, value) of each evaluation."""
     curve = record["curve"]
     if metric != HARDEST:
         return [(entry["step"], entry[metric]) for entry in curve
                 if entry.get(metric) is not None]
-    hardest = [i for i, right in enumerate(curve[0]["right"]) if right == "0"]
+    hardest = hardest_of(record)
     points = []
     for entry in curve:
         num_right = statistics.fmean(int(entry["right"][i]) for i in hardest)
         points.append((entry["step"], num_right / record["answers"]))
     return points
 
+# ---------------------------------------------------------------- effects and verdicts
 
-def ends_of(run: str, metric: str, known: dict, options: argparse.Namespace) -> list[float]:
-    """Returns the last value of each seed."""
-    return [series(known[title_of(run, seed, options)], metric)[-1][1] for seed in options.seeds]
-
-
-def effect_of(claim: Claim, known: dict, options: argparse.Namespace) -> tuple[float, float]:
-    """Returns how much more there is, and half the width of its interval."""
-    more = ends_of(claim.more, claim.metric, known, options)
-    less = ends_of(claim.less, claim.metric, known, options)
-    differences = [a - b for a, b in zip(more, less)]
-    n = len(differences)
-    if n < 2:
-        return differences[0], math.inf
-    half = STUDENT[n] * statistics.stdev(differences) / math.sqrt(n)
-    return statistics.fmean(differences), half
+STUDENT = {1: math.inf, 2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}  # {seeds: 97.5 %}
+NORMAL = 1.96
+QUESTIONS_OF_TINY = 256  # held out, in the records that do not count right answers by question
 
 
-def verdict_of(effect: float, half: float) -> str:
-    if abs(effect) <= half:
-        return "not seen here"
-    return "seen" if effect > 0 else "the opposite"
+@dataclass(frozen=True)
+class Effect:
+    more: float  # mean over seeds
+    less: float
+    half_width: float  # of the wider of the two 95 % intervals
+    wider: str  # "seeds" or "questions"
+
+    @property
+    def difference(self) -> float:
+        return self.more - self.less
+
+    @property
+    def verdict(self) -> str:
+        if abs(self.difference) <= self.half_width:
+            return "could be chance"
+        return "holds" if self.difference > 0 else "the opposite"
 
 
-def shown(claim: Claim, known: dict, options: argparse.Namespace) -> str:
-    more = statistics.fmean(ends_of(claim.more, claim.metric, known, options))
-    less = statistics.fmean(ends_of(claim.less, claim.metric, known, options))
-    effect, half = effect_of(claim, known, options)
-    digits = 0 if claim.metric == WRONG else 3
-    return (f"{more:.{digits}f} against {less:.{digits}f} "
-            f"({effect:+.{digits}f} ± {half:.{digits}f})")
+def effect_of(claim: Claim, known: dict, options: argparse.Namespace) -> Effect:
+    """Returns what came of the claim. Only shares have an interval between questions."""
+    pairs = []
+    for seed in options.seeds:
+        more = known[title_of(claim.more, seed, options)]
+        less = known[title_of(claim.less, seed, options)]
+        pairs.append((more, less))
+    ends_of_more = [series(more, claim.metric)[-1][1] for more, _ in pairs]
+    ends_of_less = [series(less, claim.metric)[-1][1] for _, less in pairs]
+    differences = [a - b for a, b in zip(ends_of_more, ends_of_less)]
+    seeds = half_width_of(differences, STUDENT[len(pairs)])
+    questions = 0.0
+    if claim.metric in (SOLVED, HARDEST):
+        questions = between_questions(pairs, claim.metric)
+    return Effect(statistics.fmean(ends_of_more), statistics.fmean(ends_of_less),
+                  max(seeds, questions), "questions" if questions > seeds else "seeds")
 
 
-def mean_or_empty(values: list[float], form: str) -> str:
-    return format(statistics.fmean(values), form) if values else ""
+def half_width_of(values: list[float], quantile: float) -> float:
+    """Returns half the width of the interval of their mean."""
+    if len(values) < 2:
+        return math.inf
+    return quantile * statistics.stdev(values) / math.sqrt(len(values))
 
+
+def between_questions(pairs: list[tuple[dict, dict]], metric: str) -> float:
+    """Returns half the width of the evaluation's own interval. Both runs of a seed answer the same
+    held-out questions, so each question gives one difference between two shares of right answers.
+    Questions of different seeds count as different questions."""
+    ends = [record["curve"][-1] for pair in pairs for record in pair]
+    if not all("right" in end for end in ends):
+        return between_unknown_questions(ends)
+    differences = []
+    for more, less in pairs:
+        shares_of_more = shares_of(more)
+        shares_of_less = shares_of(less)
+        places = hardest_of(more) if metric == HARDEST else range(len(shares_of_more))
+        differences += [shares_of_more[i] - shares_of_less[i] for i in places]
+    return half_width_of(differences, NORMAL)
+
+
+def shares_of(record: dict) -> list[float]:
+    """Returns the share of right answers to each question, in the end."""
+    return [int(right) / record["answers"] for right in record["curve"][-1]["right"]]
+
+
+def between_unknown_questions(ends: list[dict]) -> float:
+    """The same where only the share of all right answers is known. We assume that all answers to a
+    question agree, and that no question is harder for both runs than others are. With either
+    assumption the interval is rather too wide than too narrow."""
+    variances = [end[SOLVED] * (1 - end[SOLVED]) / QUESTIONS_OF_TINY for end in ends]
+    num_seeds = len(ends) / 2
+    return NORMAL * math.sqrt(sum(variances)) / num_seeds
+
+
+# ---------------------------------------------------------------- tables
 
 def show_runs(chosen: list[str], known: dict, options: argparse.Namespace) -> None:
-    """Prints means over seeds: solved at four evaluations, the others at the last one."""
-    forms = {"tokens": ".0f", "cut off": ".2f", "form": ".2f", "entropy": ".2f"}
-    print(f"| run | solved | {' | '.join(forms)} | minutes |\n|{' --- |' * (len(forms) + 3)}")
+    """Prints means over seeds. Of `solved` there are four evaluations, of the others the last."""
+    formats = {"answer length": ".0f", "truncated": ".2f", "format": ".2f", ENTROPY: ".2f"}
+    print(f"| run | solved | {' | '.join(formats)} | minutes |\n"
+          f"|{' --- |' * (len(formats) + 3)}")
     for run in chosen:
         records = [known[title_of(run, seed, options)] for seed in options.seeds]
         num_evaluations = min(len(record["curve"]) for record in records)
         solved = []
         for i in dict.fromkeys(round(third * (num_evaluations - 1) / 3) for third in range(4)):
-            mean = statistics.fmean(record["curve"][i]["solved"] for record in records)
+            mean = statistics.fmean(record["curve"][i][SOLVED] for record in records)
             solved.append(f"{mean:.2f}")
         cells = [run, " ".join(solved)]
-        for name, form in forms.items():
+        for name, digits in formats.items():
             ends = [value for record in records for _, value in series(record, name)[-1:]]
-            cells.append(mean_or_empty(ends, form))
+            cells.append(mean_or_empty(ends, digits))
         minutes = [record["minutes"] for record in records if record["minutes"]]
         print(f"| {' | '.join([*cells, mean_or_empty(minutes, '.1f')])} |")
 
 
-def show_claims(claims: list[Claim], known: dict, options: argparse.Namespace) -> dict:
+def mean_or_empty(values: list[float], digits: str) -> str:
+    return format(statistics.fmean(values), digits) if values else ""
+
+
+def show_claims(claims: list[Claim], known: dict, options: argparse.Namespace) -> dict[str, Effect]:
     """Prints a row for each claim. Returns {what it says: its effect}."""
-    print("\n| claim | what came of it | verdict |\n| --- | --- | --- |")
+    print("\n| claim | what came of it | wider noise | verdict |\n| --- | --- | --- | --- |")
     effects = {}
     for claim in claims:
-        effect, half = effect_of(claim, known, options)
-        effects[claim.says] = effect, half
+        effect = effect_of(claim, known, options)
+        effects[claim.says] = effect
         says = f"{claim.says} ([{claim.paper}])" if claim.paper else claim.says
-        print(f"| {says} | {shown(claim, known, options)} | {verdict_of(effect, half)} |")
+        digits = 0 if claim.metric == WRONG else 3
+        print(f"| {says} | {effect.more:.{digits}f} against {effect.less:.{digits}f} "
+              f"({effect.difference:+.{digits}f} ± {effect.half_width:.{digits}f}) | "
+              f"{effect.wider} | {effect.verdict} |")
     print()
     for paper in sorted({claim.paper for claim in claims} - {""}):
         print(f"[{paper}]: https://arxiv.org/abs/{paper}")
     return effects
 
 
-def draw(claims: list[Claim], known: dict, options: argparse.Namespace) -> None:
-    """Draws a small picture of each claim. Seeds are thin, their mean thick, the default grey."""
-    rows, columns = math.ceil(len(claims) / 4), min(4, len(claims))
-    figure = Figure(figsize=(3.6 * columns, 2.9 * rows), layout="constrained")
-    all_axes = figure.subplots(rows, columns, squeeze=False).flatten()
-    for axes in all_axes[len(claims):]:
+# ---------------------------------------------------------------- the picture
+
+GREY, ORANGE, BLUE = "#525252", "#d9480f", "#1d4ed8"
+# {title of a panel: {run: its colour}}. Runs without a reward for the format are dashed.
+PANELS = {
+    "Divided by the standard deviation": {
+        DEFAULT: GREY, STANDARD_DEVIATION: ORANGE, PUBLISHED: BLUE,
+        ANSWER_PAYS: GREY, f"{ANSWER_PAYS}, {STANDARD_DEVIATION}": ORANGE},
+    "Divided by the mean reward": {
+        DEFAULT: GREY, MEAN: ORANGE, ANSWER_PAYS: GREY, f"{ANSWER_PAYS}, {MEAN}": ORANGE},
+    "Self-imitation": {
+        DEFAULT: GREY, SIL: ORANGE, ANSWER_PAYS: GREY, f"{ANSWER_PAYS}, {SIL}": ORANGE},
+    "One half of the advantages": {
+        DEFAULT: GREY, "only positive advantages": ORANGE, "only negative advantages": BLUE},
+    "Four updates on each batch": {
+        DEFAULT: GREY, "four updates": ORANGE, "four updates, clipped": BLUE},
+    "On the tiny model": {
+        TINY: GREY, "a hundred times the learning rate": ORANGE, "shuffled rewards": BLUE},
+}
+
+
+def draw(chosen: list[str], known: dict, options: argparse.Namespace) -> None:
+    """Draws the share solved, in a panel for each entry of PANELS that has two of the runs."""
+    panels = {}
+    for title, colours in PANELS.items():
+        runs = {run: colour for run, colour in colours.items() if run in chosen}
+        if len(runs) >= 2:
+            panels[title] = runs
+    if not panels:
+        return
+    columns = min(2, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(4 * columns, 3.1 * rows + 0.8), layout="constrained")
+    all_axes = figure.subplots(rows, columns, sharey=True, squeeze=False).flatten()
+    for axes in all_axes[len(panels):]:
         axes.axis("off")
-    for axes, claim in zip(all_axes, claims):
-        colours = ["#c2410c", "#1d4ed8"]
-        for run in (claim.more, claim.less):
-            colour = "#a3a3a3" if run in (DEFAULT, FIRST) else colours.pop(0)
-            curves = [series(known[title_of(run, seed, options)], claim.metric)
-                      for seed in options.seeds]
-            for curve in curves:
-                axes.plot(*zip(*curve), color=colour, linewidth=0.7, alpha=0.5)
-            steps = [step for step, _ in curves[0]]
-            means = [statistics.fmean(value for _, value in points) for points in zip(*curves)]
-            axes.plot(steps, means, color=colour, linewidth=2, label=run)
-        verdict = verdict_of(*effect_of(claim, known, options))
-        axes.set_title(f"{claim.says}\n{shown(claim, known, options)}: {verdict}", fontsize=9)
-        axes.set_ylabel(f"{claim.metric}{UNITS.get(claim.metric, ', share')}")
-        axes.grid(alpha=0.3)
-        axes.legend(frameon=False, fontsize=8)
-    figure.supxlabel("step")
-    figure.savefig(options.picture, dpi=80)
+    for axes, (title, runs) in zip(all_axes, panels.items()):
+        axes.set_title(title, fontsize=12, fontweight="bold")
+        draw_panel(axes, runs, known, options)
+    marks = {"one seed": {"linewidth": 0.8}, "mean of the seeds": {"linewidth": 2.5}}
+    if ANSWER_PAYS in chosen:
+        marks["no reward for the format"] = {"linewidth": 2.5, "linestyle": "--"}
+    lines = [Line2D([], [], color=GREY, label=label, **style) for label, style in marks.items()]
+    figure.legend(handles=lines, loc="outside upper center", ncols=len(lines), frameon=False,
+                  fontsize=11)
+    figure.supylabel("share of answers that are right", fontsize=11)
+    figure.supxlabel("training step", fontsize=11)
+    figure.savefig(options.picture, dpi=150, facecolor="white")
+
+
+def draw_panel(axes: Axes, runs: dict[str, str], known: dict, options: argparse.Namespace) -> None:
+    """Draws each seed of the runs thin and their mean thick. The legend has the mean's end."""
+    for run, colour in runs.items():
+        dashes = "--" if run.startswith(ANSWER_PAYS) else "-"
+        curves = [series(known[title_of(run, seed, options)], SOLVED) for seed in options.seeds]
+        for curve in curves:
+            axes.plot(*zip(*curve), dashes, color=colour, linewidth=0.8, alpha=0.6)
+        steps = [step for step, _ in curves[0]]
+        means = [statistics.fmean(value for _, value in points) for points in zip(*curves)]
+        label = textwrap.fill(f"{run}: {means[-1]:.2f}", width=42)
+        axes.plot(steps, means, dashes, color=colour, linewidth=2.5, label=label)
+    axes.set_ylim(0, 1)
+    axes.grid(alpha=0.3)
+    axes.tick_params(labelsize=10)
+    place = "lower right" if TINY in runs else "upper right"  # where no curve is
+    axes.legend(loc=place, fontsize=9.5, framealpha=0.85, handlelength=2.2, labelspacing=0.3)
+
+
+# ---------------------------------------------------------------- the command
+
+def default_beside(run: str) -> str:
+    """Returns the run that it differs from by one thing."""
+    if RUNS[run].get(CONFIG) == ON_TINY[CONFIG]:
+        return TINY
+    return ANSWER_PAYS if run.startswith(f"{ANSWER_PAYS}, ") else DEFAULT
 
 
 def command(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--run", choices=RUNS, action="append", help="these, and the default")
+    parser.add_argument("--run", choices=RUNS, action="append", help="these, and their defaults")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", default="runs/experiments", help="folder of the runs")
     parser.add_argument("--data", type=Path, default=ROOT / "runs" / "experiments.json")
+    parser.add_argument("--show", action="store_true", help="run nothing, show what --data has")
     parser.add_argument("--picture", type=Path, help="where the curves are drawn")
     parser.add_argument("keys", nargs="*", help="section.key=value, for every run")
     options = parser.parse_intermixed_args(arguments)
 
     chosen = list(RUNS)
     if options.run:
-        defaults = [FIRST if RUNS[run].get(CONFIG) == "config.yaml" else DEFAULT
-                    for run in options.run]
+        defaults = [default_beside(run) for run in options.run]
         chosen = list(dict.fromkeys([*defaults, *options.run]))
-    wanted = {title_of(run, seed, options): (run, seed) for run in chosen for seed in options.seeds}
-    known = run_missing(options.data, wanted, lambda each: record_of(*each, options))
+    if options.show:
+        known = kept.read(options.data)
+        chosen = [run for run in chosen
+                  if all(title_of(run, seed, options) in known for seed in options.seeds)]
+    else:
+        wanted = {title_of(run, seed, options): (run, seed)
+                  for run in chosen for seed in options.seeds}
+        known = kept.run_missing(options.data, wanted, lambda each: record_of(*each, options))
     show_runs(chosen, known, options)
     claims = [claim for claim in CLAIMS if {claim.more, claim.less} <= set(chosen)]
     effects = show_claims(claims, known, options)
-    if options.picture and claims:
-        draw(claims, known, options)
-    print(json.dumps({says: [round(effect, 4), round(half, 4) if math.isfinite(half) else None]
-                      for says, (effect, half) in effects.items()}))
+    if options.picture:
+        draw(chosen, known, options)
+    found = {}
+    for says, effect in effects.items():
+        half_width = round(effect.half_width, 4) if math.isfinite(effect.half_width) else None
+        found[says] = [round(effect.difference, 4), half_width]
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -170,8 +170,8 @@ def test_a_longer_gradient_is_as_good_and_half_the_answers_are_worse(listed):
     twice, _ = estimators.with_intervals(2 * means, 4 * squares, truths, 16, beside)
     fewer, _ = estimators.with_intervals(means, squares, truths, 8, beside)
 
-    assert twice[estimators.BEYOND] == [0, 0]
-    less, half = fewer[estimators.BEYOND]
+    assert twice[estimators.DIFFERENCE] == [0, 0]
+    less, half = fewer[estimators.DIFFERENCE]
     own, other = fewer["batch, what it optimises"], row["batch, what it optimises"]
     assert less == pytest.approx(own[0] - other[0], abs=1e-3)
     assert less + half < 0
