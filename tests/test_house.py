@@ -63,9 +63,9 @@ def test_no_line_is_too_wide_and_no_function_longer_than_a_screen():
     paths = {ROOT / name for name in tracked if name.endswith(suffixes)} & set(ROOT.rglob("*"))
     for path in {*paths, *ROOMS}:
         for number, line in enumerate(path.read_text().splitlines(), start=1):
-            # The commands of the Quickstart are one line each, to be pasted as one.
-            assert len(line) <= COLUMNS or line.startswith("python3 -m venv .venv && "), (
-                f"{path.relative_to(ROOT)}:{number}")
+            # A row of a table is one line. So is a command of the Quickstart, to be pasted as one.
+            may_be_wider = line.startswith(("python3 -m venv .venv && ", "| "))
+            assert len(line) <= COLUMNS or may_be_wider, f"{path.relative_to(ROOT)}:{number}"
     for path in ROOMS:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef):
