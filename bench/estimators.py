@@ -5,8 +5,8 @@
     .venv/bin/python bench/estimators.py --config recipes/lab.yaml \\
             --model before=tiny/lab/model --model after=runs/<name>/best
         the lab model before and after its training
-    .venv/bin/python bench/estimators.py --sketch docs/estimators-sketch.png
-        only a sketch of what bias and noise are; nothing is measured
+    .venv/bin/python bench/estimators.py --arrows docs/estimators-arrows.png
+        only the picture of what bias and noise are; nothing is measured
 
 With one update a batch, every estimator is a weighted sum of gradients of log pi, one for each
 answer. So one pool of answers with their gradients serves them all. The weights come from main.py's
@@ -702,8 +702,8 @@ def draw_runs(axes, runs: dict[str, list], names: list[str]) -> None:
     axes.set_xlim(0, 0.5)
 
 
-def draw_sketch(path: Path) -> None:
-    """Draws what bias and noise are. The arrows are invented."""
+def draw_bias_and_noise(path: Path) -> None:
+    """Draws what the two words mean. The arrows are invented."""
     figure = Figure(figsize=(8, 3.9), layout="constrained", facecolor="white")
     noisy, biased = figure.subplots(1, 2)
     draw_arrows(noisy, 7, [-78, -54, -31, -17, 17, 34, 56, 73])
@@ -755,7 +755,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, default=ROOT / "runs" / "estimators.json",
                         help="what it holds under a NAME is not measured again")
     parser.add_argument("--picture", type=Path, help="where the bars are drawn")
-    parser.add_argument("--sketch", type=Path, help="draw bias and noise there, measure nothing")
+    parser.add_argument("--arrows", type=Path, help="draw bias and noise there, measure nothing")
     parser.add_argument("--runs", type=Path, help="what bench/experiments.py keeps, to set beside")
     parser.add_argument("keys", nargs="*", help="section.key=value")
     options = parser.parse_intermixed_args(arguments)
@@ -786,8 +786,8 @@ def config_of(folder: str, options: argparse.Namespace) -> tuple:
 
 def command(arguments: list[str]) -> int:
     options = parse(arguments)
-    if options.sketch:
-        draw_sketch(options.sketch)
+    if options.arrows:
+        draw_bias_and_noise(options.arrows)
         return 0
     known = kept.read(options.data)
     try:
