@@ -36,9 +36,9 @@ RECIPES = {
     "c": "recipes/qwen2.5-coder-0.5b-cpu.yaml",
 }
 TITLES = {
-    "a": "SmolLM2-135M, all weights:\nsums of two numbers",
-    "b": "SmolLM2-135M, adapters:\nsums of two numbers",
-    "c": "Qwen2.5-Coder-0.5B, adapters:\nsums of three numbers",
+    "a": "SmolLM2-135M, all weights,\nsums of two numbers",
+    "b": "SmolLM2-135M, adapters,\nsums of two numbers",
+    "c": "Qwen2.5-Coder-0.5B, adapters,\nsums of three numbers",
 }
 # What is asked before and after training on sums of two numbers from 10 to 99.
 SUMS = {
@@ -319,20 +319,23 @@ def draw(options: argparse.Namespace) -> None:
     drawn = [recipe for recipe in RECIPES if runs_of[recipe]]
     if not drawn:
         sys.exit(f"error: {options.file} has no training yet")
-    figure = Figure(figsize=(4.2 * len(drawn), 3.2), layout="constrained")
+    figure = Figure(figsize=(3.4 * len(drawn), 4), layout="constrained")
     all_axes = figure.subplots(1, len(drawn), squeeze=False, sharey=True)[0]
     for axes, recipe in zip(all_axes, drawn):
         runs = runs_of[recipe]
-        draw_runs(axes, runs, "lenient", "#737373", "--", "last number right")
-        draw_runs(axes, runs, "solved", "#c2410c", "-", "solved: the number alone")
-        seeds = "1 seed" if len(runs) == 1 else f"{len(runs)} seeds"
-        axes.set_title(f"{TITLES[recipe]} ({seeds})", fontsize=9)
-        axes.set_xlabel("minutes since the start")
+        draw_runs(axes, runs, "solved", "#c2410c", "-", "solved: the right number alone")
+        draw_runs(axes, runs, "lenient", "#1c1917", ":", "the reply ends in the right number")
+        axes.set_title(TITLES[recipe], fontsize=11)
+        axes.set_xlabel("minutes since the start", fontsize=11)
+        axes.set_xlim(0, 18)
+        axes.set_xticks(range(0, 19, 3))
         axes.set_ylim(0, 1)
         axes.grid(alpha=0.3)
-    all_axes[0].set_ylabel("share of held-out answers")
-    all_axes[0].legend(frameon=False, fontsize=8, loc="lower right")
-    figure.savefig(options.picture, dpi=80)
+    all_axes[0].set_ylabel("share of held-out answers", fontsize=11)
+    lines, labels = all_axes[0].get_legend_handles_labels()
+    figure.legend(lines, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=11,
+                  title="thick: the mean of the seeds, thin: each seed", title_fontsize=11)
+    figure.savefig(options.picture, dpi=100)
 
 
 def draw_runs(axes: Axes, runs: list[dict], metric: str, colour: str, style: str,
