@@ -4,7 +4,7 @@
         the tiny model, before training: a minute on two cores
     .venv/bin/python bench/estimators.py --config recipes/lab.yaml \\
             --model before=tiny/lab/model --model after=runs/<name>/best
-        the lab model before and after its training
+        the lab model before and after its training, in tables
     .venv/bin/python bench/estimators.py --arrows docs/estimators-arrows.png
         only the picture of what bias and noise are; nothing is measured
 
@@ -20,11 +20,11 @@ questions. Intervals of 95 % come from leaving out one question after the other 
 import argparse
 import copy
 import dataclasses
-import itertools
 import json
 import math
 import random
 import sys
+import textwrap
 from pathlib import Path
 from statistics import fmean
 
@@ -50,13 +50,20 @@ BATCH = 128  # answers in what we call one batch
 ROUNDS = 2   # The answers of a pool are dealt into groups so often.
 OWN = "what it optimises"
 SOLVED = "what is solved"
+COSINE, MEAN = f"batch, {OWN}", f"mean, {OWN}"  # with the true gradient
 DIFFERENCE = "batch, difference from Dr. GRPO"
 LOST = [None, None]  # A figure of which only noise is known.
-MODEL_COLOURS = ["#fcd34d", "#ea580c"]
-RUN_COLOUR = "#1d4ed8"
+MODEL_COLOURS = ["#fcd34d", "#ea580c", "#7c2d12"]  # of the bars
+RUN_COLOUR, GREY = "#1d4ed8", "#525252"
+DASHED = {"color": GREY, "linestyle": "--", "linewidth": 1, "zorder": 0.5}  # behind the bars
 ARROWS = {"true gradient": ("#15803d", 4), "mean of many batches": ("#1d4ed8", 3),
           "one batch": ("#f97316", 1)}  # {what it is: its colour and its width}
-DPI = 120
+DPI = 160
+# Whose bars are drawn.
+SHOWN = ["divided by the answer length", "truncated answers masked", "format pays 0.0",
+         "KL 0.02 in the reward", "Dr. GRPO, G = 8", "G = 32", "only positive advantages",
+         "divided by both, as in GRPO", "G = 2", "only negative advantages",
+         "divided by the mean (MaxRL)", "SIL, 2 best of 8", "divided by the standard deviation"]
 # The seeds of the runs, as bench/experiments.py looks them up.
 SEEDS = argparse.Namespace(keys=[], seeds=[0, 1, 2])
 
@@ -388,9 +395,9 @@ def with_intervals(means, squares, truths: dict, groups_a_batch: float,
     for name, truth in truths.items():
         if is_lost(truth):
             found[f"mean, {name}"] = found[f"batch, {name}"] = LOST
-    if found[f"batch, {OWN}"] == LOST:
+    if found[COSINE] == LOST:
         return found, None
-    cosines = [figures[f"batch, {OWN}"] for figures in (whole, *parts)]
+    cosines = [figures[COSINE] for figures in (whole, *parts)]
     if beside:
         if len(beside) == len(cosines):
             half = half_interval([a - b for a, b in zip(cosines[1:], beside[1:], strict=True)])
@@ -470,22 +477,6 @@ def measured(config, num_questions: int, num_answers: int, num_batches: int,
 
 # ---------------------------------------------------------------- tables
 
-def as_text(figure: list, sign: str = "") -> str:
-    return "lost in noise" if figure == LOST else f"{figure[0]:{sign}.2f} ± {figure[1]:.2f}"
-
-
-def answers_needed(along: float, noise: float) -> str:
-    """Returns how many answers a batch needs for a cosine of 0.9."""
-    if along <= 0.9:
-        return "never"
-    needed = BATCH * noise ** 2 / ((along / 0.9) ** 2 - 1)
-    return f"{float(f'{needed:.2g}'):,.0f}"
-
-
-def as_row(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 def description(found: dict) -> str:
     solved = found["solved"]
     hard = sum(each < 0.1 for each in solved)
@@ -494,252 +485,172 @@ def description(found: dict) -> str:
             f"of the truth as known with the whole truth is {found['known to'][OWN]:.2f}")
 
 
-def measurable(known: dict) -> dict[str, dict]:
-    """Returns {model: {estimator: its figures}}, without the models on which all is lost."""
-    all_models = {title: found["estimators"] for title, found in known.items()}
-    return {title: figures for title, figures in all_models.items()
-            if figures[DEFAULT][f"batch, {OWN}"] != LOST} or all_models
+def as_text(figure: list | None, style: str = ".2f") -> str:
+    if figure is None:
+        return ""
+    if figure == LOST:
+        return "lost in noise"
+    return f"{figure[0]:{style}} ± {figure[1]:{style.lstrip('+')}}"
 
 
-def names_in(models: dict[str, dict]) -> list[str]:
-    """Returns the estimators that were measured on any of the models."""
-    return [name for name in [*ESTIMATORS, *LATER]
-            if any(name in figures for figures in models.values())]
+def as_table(rows: list[list[str]]) -> str:
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], f"|{' --- |' * len(rows[0])}", *lines[1:]])
 
 
-def cosines_table(known: dict) -> str:
-    """Returns a row for each estimator, with the cosine of one batch and its difference from that
-    of Dr. GRPO, on each model."""
-    models = measurable(known)
-    cells = ["estimator"]
+def table_of(models: dict[str, dict], first: str, second: str, heading: str, style: str) -> str:
+    """Returns a row for each estimator, with two figures on each model."""
+    head = ["estimator"]
     for title in models:
-        cells += [title, "difference"]
-    rows = [as_row(cells), f"|{' --- |' * len(cells)}"]
-    for name in names_in(models):
-        cells = [name]
+        head += [title, heading]
+    rows = [head]
+    for name in [*ESTIMATORS, *LATER]:
+        row = [name]
         for figures in models.values():
-            row = figures.get(name, {})
-            cells.append(as_text(row[f"batch, {OWN}"]) if row else "")
-            cells.append(as_text(row[DIFFERENCE], "+") if DIFFERENCE in row else "")
-        rows.append(as_row(cells))
-    return "\n".join(rows)
+            found = figures.get(name, {})
+            row += [as_text(found.get(first)), as_text(found.get(second), style)]
+        rows.append(row)
+    return as_table(rows)
 
 
-def means_table(figures: dict) -> str:
-    """Returns a row for each estimator, with what is known of the mean of many batches."""
-    rows = [as_row(["estimator", "with its own truth", f"with {SOLVED}", "noise / signal",
-                    "answers for 0.9"]), f"|{' --- |' * 5}"]
-    for name in names_in({"": figures}):
-        row = figures[name]
-        along = row[f"mean, {OWN}"][0]
-        noise = row["noise"][0]
-        rows.append(as_row([
-            name,
-            as_text(row[f"mean, {OWN}"]),
-            as_text(row[f"mean, {SOLVED}"]),
-            "" if noise is None else f"{noise:.1f}",
-            "" if along is None else answers_needed(along, noise),
-        ]))
-    return "\n".join(rows)
+def cosines_table(models: dict[str, dict]) -> str:
+    """Of one batch. The difference is that from Dr. GRPO."""
+    return table_of(models, COSINE, DIFFERENCE, "difference", "+.3f")
+
+
+def means_table(models: dict[str, dict]) -> str:
+    """Of the mean of many batches."""
+    return table_of(models, MEAN, "noise", "noise / signal", ".1f")
 
 
 # ---------------------------------------------------------------- what runs made of it
 
-def curves_of(records: dict) -> dict[str, list]:
-    """Returns {estimator: the evaluations of its run with each seed}, best first, from what
-    bench/experiments.py keeps."""
-    curves = {}
+def ends_of_runs(records: dict) -> dict[str, list[float]]:
+    """Returns {estimator: the share of held-out answers that its run solved in the end, with each
+    seed}, best first, from what bench/experiments.py keeps."""
+    ends = {}
     for name in ESTIMATORS:
         titles = [experiments.title_of(name, seed, SEEDS) for seed in SEEDS.seeds]
         if all(title in records for title in titles):
-            curves[name] = [records[title]["curve"] for title in titles]
-    return dict(sorted(curves.items(), key=lambda item: -fmean(ends_of(item[1]))))
+            ends[name] = [records[title]["curve"][-1]["solved"] for title in titles]
+    return dict(sorted(ends.items(), key=lambda item: -fmean(item[1])))
 
 
-def ends_of(curves: list) -> list[float]:
-    """Returns the share of held-out answers that each seed solved in the end."""
-    return [curve[-1]["solved"] for curve in curves]
-
-
-def ended_above(name: str, other: str, records: dict) -> list[float]:
-    """Returns how much more a run solved than another, and half of a 95 % interval. It is the wider
-    one of two, between seeds and between held-out questions."""
-    claim = experiments.Claim("", "", experiments.SOLVED, more=name, less=other)
-    effect = experiments.effect_of(claim, records, SEEDS)
-    return [effect.difference, effect.half_width]
-
-
-def compared(difference: list[float]) -> str:
-    """Returns nothing for a difference that could be chance."""
-    value, half = difference
-    if abs(value) <= half:
-        return ""
-    return "higher" if value > 0 else "lower"
-
-
-def verdict_of(cosine: str, run: str) -> str:
-    """Says how an estimator's cosine and its run compare with those of Dr. GRPO."""
-    if cosine == run:
-        return f"both are {run}" if run else "both could be chance"
-    if not run:
-        return f"only the cosine is {cosine}"
-    if not cosine:
-        return f"only the run is {run}"
-    return f"the cosine is {cosine}, the run {run}"
-
-
-def runs_table(known: dict, records: dict) -> str:
-    """Returns a row for each estimator that has runs, best first, with its cosines."""
-    models = measurable(known)
-    rows = [as_row(["estimator", *[f"cosine {title}" for title in models],
-                    "share solved, each seed"]), f"|{' --- |' * (len(models) + 2)}"]
-    for name, curves in curves_of(records).items():
-        cells = [name]
-        for figures in models.values():
-            cells.append(as_text(figures[name][f"batch, {OWN}"]) if name in figures else "")
-        rows.append(as_row([*cells, " ".join(f"{share:.2f}" for share in ends_of(curves))]))
-    return "\n".join(rows)
+def verdict_of(difference: float, half_width: float) -> str:
+    if abs(difference) <= half_width:
+        return "could be chance"
+    return "higher" if difference > 0 else "lower"
 
 
 def verdicts_table(figures: dict, records: dict) -> str:
-    """Returns a row for each estimator that has runs. The differences are those from Dr. GRPO."""
-    rows = [as_row(["estimator", "difference of the cosine", "difference of the share solved",
-                    "what differs"]), f"|{' --- |' * 4}"]
-    for name in curves_of(records):
+    """Returns a row for each estimator that has runs. Its cosine and the share that its run solved
+    are compared with those of Dr. GRPO."""
+    rows = [["estimator", "cosine of one batch", "share solved", "do they agree?", "each seed"]]
+    for name, ends in ends_of_runs(records).items():
         if DIFFERENCE not in figures.get(name, {}):
             continue
+        claim = experiments.Claim("", "", experiments.SOLVED, more=name, less=DEFAULT)
+        effect = experiments.effect_of(claim, records, SEEDS)
+        run = [effect.difference, effect.half_width]
         cosine = figures[name][DIFFERENCE]
-        solved, half = ended_above(name, DEFAULT, records)
-        rows.append(as_row([name, as_text(cosine, "+"), f"{solved:+.3f} ± {half:.3f}",
-                            verdict_of(compared(cosine), compared([solved, half]))]))
-    return "\n".join(rows)
-
-
-def order_of_pairs(figures: dict, records: dict) -> str:
-    """Says how many pairs of runs ended apart by more than the interval, and which of these pairs
-    are in another order by their cosines."""
-    names = [name for name in curves_of(records) if name in figures]
-    pairs = list(itertools.combinations(names, 2))
-    apart = [(better, worse) for better, worse in pairs
-             if compared(ended_above(better, worse, records)) == "higher"]
-    otherwise = [f"{better} > {worse}" for better, worse in apart
-                 if figures[better][f"batch, {OWN}"][0] <= figures[worse][f"batch, {OWN}"][0]]
-    return (f"of {len(pairs)} pairs of runs {len(apart)} ended apart, "
-            f"{len(apart) - len(otherwise)} in the order of their cosines; "
-            f"not so: {'; '.join(otherwise) or 'none'}")
+        of_cosine, of_run = verdict_of(*cosine), verdict_of(*run)
+        rows.append([name, f"{as_text(cosine, '+.3f')}, {of_cosine}",
+                     f"{as_text(run, '+.3f')}, {of_run}", "yes" if of_cosine == of_run else "no",
+                     " ".join(f"{share:.3f}" for share in ends)])
+    return as_table(rows)
 
 
 # ---------------------------------------------------------------- pictures
 
-def draw(known: dict, records: dict, path: Path) -> None:
-    """Draws the cosine of one batch, a bar for each estimator and model. They are sorted by the
-    last model's. Beside them is the share that each run solved in the end."""
-    models = measurable(known)
-    runs = curves_of(records)
-    names = names_in(models)
-    names.sort(key=lambda name: place_of(name, models))
-    height = 0.16 * len(names) * len(models) + 1.8
-    figure = Figure(figsize=(8, height), layout="constrained", facecolor="white")
-    all_axes = figure.subplots(1, 2 if runs else 1, sharey=True, squeeze=False,
-                               width_ratios=[3, 2] if runs else [1])[0]
-    draw_cosines(all_axes[0], models, names)
-    if runs:
-        draw_runs(all_axes[1], runs, names)
-    for axes in all_axes:
-        axes.axhspan(names.index(DEFAULT) - 0.5, names.index(DEFAULT) + 0.5, color="#d1d5db",
-                     zorder=0, label="the default" if axes is all_axes[0] else None)
-        axes.grid(color="#d4d4d4", linewidth=0.6)
+def draw(models: dict[str, dict], records: dict, path: Path) -> None:
+    """Draws the cosine of one batch for the estimators in SHOWN, sorted by that of the last model.
+    Beside it is what the runs made of it."""
+    last = list(models.values())[-1]
+    names = sorted([name for name in SHOWN if name in last],
+                   key=lambda name: last[name][COSINE][0] or 0.0, reverse=True)
+    figure = Figure(figsize=(6, 0.5 * len(names) + 2), layout="constrained", facecolor="white")
+    cosines, runs = figure.subplots(1, 2, sharey=True)
+    draw_cosines(cosines, models, names)
+    draw_runs(runs, ends_of_runs(records), names)
+    for axes in (cosines, runs):
+        axes.grid(axis="x", color="#d4d4d4", linewidth=0.6)
         axes.set_axisbelow(True)
-        axes.tick_params(labelsize=9)
-    all_axes[0].set_ylim(len(names) - 0.4, -0.6)  # the first is at the top
-    figure.legend(loc="outside upper center", ncols=2, fontsize=9, frameon=False)
+        axes.tick_params(labelsize=12)
+    cosines.set_ylim(len(names) - 0.4, -0.6)  # the first is at the top
+    figure.legend(loc="outside lower center", ncols=3, fontsize=12, frameon=False)
     figure.savefig(path, dpi=DPI)
 
 
-def place_of(name: str, models: dict[str, dict]) -> list[float]:
-    """Returns what sorts the estimators: their cosines, of the last model first."""
-    place = []
-    for figures in reversed(models.values()):
-        cosine = figures.get(name, {}).get(f"batch, {OWN}", LOST)[0]
-        place.append(2.0 if cosine is None else -cosine)
-    return place
-
-
 def draw_cosines(axes, models: dict[str, dict], names: list[str]) -> None:
+    """Draws a bar for each estimator and model, with its interval."""
     thickness = 0.8 / len(models)
     for number, (title, figures) in enumerate(models.items()):
-        colour = MODEL_COLOURS[number % len(MODEL_COLOURS)]
         shift = (number + 0.5) * thickness - 0.4
-        label = f"one batch of {BATCH} answers, {title}"
+        bars = []
         for row, name in enumerate(names):
-            figure = figures.get(name, {}).get(f"batch, {OWN}")
+            figure = figures[name][COSINE] if name in figures else None
             if figure is None or figure == LOST:
-                axes.text(0.01, row + shift, "lost in noise" if figure else "not measured",
-                          va="center", fontsize=9, color="#525252")
-                continue
-            cosine, half = figure
-            axes.barh(row + shift, cosine, thickness, xerr=half, color=colour, label=label)
-            label = None  # One of them is enough in the legend.
-    axes.axvline(0, color="#171717", linewidth=0.8)
-    axes.set_yticks(range(len(names)), names)
-    axes.set_title("Cosine of one batch with the true\ngradient, and its 95 % interval",
-                   fontsize=11)
-    axes.set_xlabel("0: at a right angle, 1: same direction", fontsize=9)
+                text = "lost in noise" if figure else "no KL term yet"
+                axes.text(0.02, row + shift, text, va="center", fontsize=12, color=GREY,
+                          bbox={"color": "white", "pad": 0})
+            else:
+                bars.append([row + shift, *figure])
+        places, values, halves = zip(*bars) if bars else ([], [], [])
+        axes.barh(places, values, thickness, xerr=halves, label=title,
+                  color=MODEL_COLOURS[number % len(MODEL_COLOURS)])
+    axes.axvline(figures[DEFAULT][COSINE][0] or 0.0, label="Dr. GRPO", **DASHED)
+    axes.axvline(0, color=GREY, linewidth=0.8)
+    axes.set_title("Cosine of one\nbatch with the\ntrue gradient", fontsize=12)
+    axes.set_yticks(range(len(names)), [textwrap.fill(name, width=20) for name in names])
 
 
-def draw_runs(axes, runs: dict[str, list], names: list[str]) -> None:
-    label = "one run (three seeds each)"
-    for name, curves in runs.items():
-        ends = ends_of(curves)
-        axes.plot(ends, [names.index(name)] * len(ends), "o", markersize=6, alpha=0.7,
-                  color=RUN_COLOUR, label=label)
-        label = None
-    before = fmean(curve[0]["solved"] for curve in runs[DEFAULT])
-    axes.axvline(before, color=RUN_COLOUR, linestyle=":", label="share solved before training")
-    num_steps = runs[DEFAULT][0][-1]["step"]
-    axes.set_title(f"Share solved by runs\nafter {num_steps} steps", fontsize=11)
-    axes.set_xlabel("share of held-out answers", fontsize=9)
-    axes.set_xlim(0, 0.5)
+def draw_runs(axes, ends: dict[str, list[float]], names: list[str]) -> None:
+    """Draws a line for each seed of each run."""
+    for row, name in enumerate(names):
+        if name in ends:
+            axes.plot(ends[name], [row] * len(ends[name]), "|", markersize=20, markeredgewidth=2,
+                      color=RUN_COLOUR)
+        else:
+            axes.text(0.12, row, "no run", va="center", fontsize=12, color=GREY)
+    if DEFAULT in ends:
+        axes.axvline(fmean(ends[DEFAULT]), **DASHED)
+    axes.set_title("Share solved by\nruns in the end,\neach seed", fontsize=12)
+    axes.set_xlim(0.1, 0.5)
 
 
 def draw_bias_and_noise(path: Path) -> None:
     """Draws what the two words mean. The arrows are invented."""
-    figure = Figure(figsize=(8, 3.9), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(6, 4), layout="constrained", facecolor="white")
     noisy, biased = figure.subplots(1, 2)
-    draw_arrows(noisy, 7, [-78, -54, -31, -17, 17, 34, 56, 73])
-    draw_arrows(biased, 50, [-11, -7, -3, 3, 7, 11])
-    draw_arc(noisy, -71, 80, 1.1, "noise")
-    draw_arc(biased, 0, 50, 0.45, "bias")
-    noisy.set_title("Much noise, hardly any bias:\nmore answers help", fontsize=11)
-    biased.set_title("Much bias, little noise:\nmore answers do not help", fontsize=11)
-    handles = [Line2D([], [], color=colour, linewidth=width, label=label)
-               for label, (colour, width) in ARROWS.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=10, frameon=False)
+    noisy.set_title("Much noise, no bias:\nmore answers help", fontsize=12)
+    biased.set_title("Much bias, little noise:\nmore answers do not", fontsize=12)
+    draw_arrows(noisy, [-108, -82, -55, -28, 30, 57, 85, 112], "noise", arc=(-108, 112, 1.1))
+    draw_arrows(biased, [38, 42, 46, 54, 58, 62], "bias", arc=(0, 50, 0.6))
+    lines = [Line2D([], [], color=colour, linewidth=width, label=label)
+             for label, (colour, width) in ARROWS.items()]
+    figure.legend(handles=lines, loc="outside lower center", ncols=2, fontsize=12, frameon=False)
     figure.savefig(path, dpi=DPI)
+
+
+def draw_arrows(axes, degrees: list[float], label: str, arc: tuple[int, int, float]) -> None:
+    """Draws the truth to the right, batches at these angles to it, and the mean of these batches.
+    The arc, from one angle to another at a radius, shows what the label means."""
+    arrows = [("one batch", *at_angle(each)) for each in degrees]
+    xs, ys = zip(*[at_angle(each) for each in degrees])
+    arrows += [("true gradient", 1.0, 0.0), ("mean of many batches", fmean(xs), fmean(ys))]
+    for name, x, y in arrows:
+        colour, width = ARROWS[name]
+        axes.annotate("", (x, y), (0, 0), arrowprops={
+            "arrowstyle": "-|>", "color": colour, "linewidth": width, "shrinkA": 0, "shrinkB": 0})
+    start, end, radius = arc
+    axes.plot(*zip(*[at_angle(each, radius) for each in range(start, end + 1)]), color="#171717")
+    axes.text(*at_angle(12, radius + 0.08), label, fontsize=12)
+    axes.set(xlim=(-0.5, 1.6), ylim=(-1.15, 1.15), aspect="equal")
+    axes.axis("off")
 
 
 def at_angle(degrees: float, length: float = 1.0) -> tuple[float, float]:
     return length * math.cos(math.radians(degrees)), length * math.sin(math.radians(degrees))
-
-
-def draw_arrows(axes, bias: float, scattered: list[float]) -> None:
-    """Draws the truth to the right, the mean at the angle `bias` to it, in degrees, and batches
-    scattered about the mean."""
-    arrows = [("one batch", bias + angle) for angle in scattered]
-    arrows += [("mean of many batches", bias), ("true gradient", 0.0)]
-    for label, angle in arrows:
-        colour, width = ARROWS[label]
-        axes.annotate("", at_angle(angle), (0, 0), arrowprops={
-            "arrowstyle": "-|>", "color": colour, "linewidth": width, "shrinkA": 0, "shrinkB": 0})
-    axes.set(xlim=(-0.2, 1.5), ylim=(-1.1, 1.15), aspect="equal")
-    axes.axis("off")
-
-
-def draw_arc(axes, start: int, end: int, radius: float, label: str) -> None:
-    """Draws an arc between two angles in degrees, with its label beside it."""
-    xs, ys = zip(*[at_angle(degrees, radius) for degrees in range(start, end + 1)])
-    axes.plot(xs, ys, color="#171717", linewidth=1.2)
-    axes.text(*at_angle((start + end) / 2 - 5, radius + 0.08), label, fontsize=11)
 
 
 # ---------------------------------------------------------------- the command
@@ -762,12 +673,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if (options.questions < 3 or options.answers < 8
             or options.batches in (1, 2, options.questions)):
         parser.error("at least 3 questions, 8 answers, and 3 batches, not as many as questions")
-    options.folders = {}
-    for model in options.model or ["tiny=tiny/model"]:
-        name, _, folder = model.partition("=")
-        if not folder:
-            parser.error("--model NAME=FOLDER, like before=tiny/model")
-        options.folders[name] = folder
+    models = options.model or ["tiny=tiny/model"]
+    if not all("=" in model for model in models):
+        parser.error("--model NAME=FOLDER, like before=tiny/model")
+    options.folders = dict(model.split("=", 1) for model in models)
     return options
 
 
@@ -790,6 +699,7 @@ def command(arguments: list[str]) -> int:
         draw_bias_and_noise(options.arrows)
         return 0
     known = kept.read(options.data)
+    models = {}
     try:
         join()
         for name, folder in options.folders.items():
@@ -798,22 +708,19 @@ def command(arguments: list[str]) -> int:
                 known[name] = measured(config, options.questions, options.answers,
                                        options.batches, begun_as)
                 kept.write(options.data, known)
-            print(f"{name}: {description(known[name])}\n\n"
-                  f"{means_table(known[name]['estimators'])}\n", flush=True)
+            models[name] = known[name]["estimators"]
+            print(f"{name}: {description(known[name])}", flush=True)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    shown = {name: known[name] for name in options.folders}
-    print(f"{cosines_table(shown)}\n")
+    print(f"\n{cosines_table(models)}\n\n{means_table(models)}\n")
     records = kept.read(options.runs) if options.runs else {}
     if records:
-        print(f"{runs_table(shown, records)}\n")
-        for name, figures in measurable(shown).items():
-            print(f"{name}: {order_of_pairs(figures, records)}\n\n"
-                  f"{verdicts_table(figures, records)}\n")
+        for name, figures in models.items():
+            print(f"{name}\n\n{verdicts_table(figures, records)}\n")
     if options.picture:
-        draw(shown, records, options.picture)
-    print(json.dumps({name: found["estimators"] for name, found in shown.items()}))
+        draw(models, records, options.picture)
+    print(json.dumps(models))
     return 0
 
 

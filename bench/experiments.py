@@ -107,7 +107,8 @@ class Claim:
 
 CLAIMS = [
     Claim("groups of 2 fall behind", "", SOLVED, DEFAULT, "G = 2"),
-    Claim("large groups lift the hardest questions", "", HARDEST, "G = 32", "G = 2"),
+    Claim("groups of 32 lift the hardest questions more than groups of 2", "", HARDEST,
+          "G = 32", "G = 2"),
     Claim("dividing by the standard deviation falls behind", "", SOLVED,
           DEFAULT, STANDARD_DEVIATION),
     Claim("dividing by the standard deviation falls behind, where only the answer pays",
@@ -307,42 +308,58 @@ def between_unknown_questions(ends: list[dict]) -> float:
 
 # ---------------------------------------------------------------- tables
 
+# What an evaluation measures besides `solved`, and how we print it.
+OTHERS = {"answer length": ".0f", "truncated": ".2f", "format": ".2f", ENTROPY: ".2f"}
+BEFORE = {DEFAULT: "lab model before training", TINY: "tiny model before training"}
+UNITS = {SOLVED: "", HARDEST: " of the hardest", WRONG: " characters", ENTROPY: " nats"}
+
+
 def show_runs(chosen: list[str], known: dict, options: argparse.Namespace) -> None:
-    """Prints means over seeds. Of `solved` there are four evaluations, of the others the last."""
-    formats = {"answer length": ".0f", "truncated": ".2f", "format": ".2f", ENTROPY: ".2f"}
-    print(f"| run | solved | {' | '.join(formats)} | minutes |\n"
-          f"|{' --- |' * (len(formats) + 3)}")
+    """Prints means over seeds, and for each model a row of what it is before training."""
+    print(f"| run | solved | {' | '.join(OTHERS)} | minutes |\n"
+          f"|{' --- |' * (len(OTHERS) + 3)}")
     for run in chosen:
         records = [known[title_of(run, seed, options)] for seed in options.seeds]
         num_evaluations = min(len(record["curve"]) for record in records)
-        solved = []
-        for i in dict.fromkeys(round(third * (num_evaluations - 1) / 3) for third in range(4)):
-            mean = statistics.fmean(record["curve"][i][SOLVED] for record in records)
-            solved.append(f"{mean:.2f}")
-        cells = [run, " ".join(solved)]
-        for name, digits in formats.items():
-            ends = [value for record in records for _, value in series(record, name)[-1:]]
-            cells.append(mean_or_empty(ends, digits))
-        minutes = [record["minutes"] for record in records if record["minutes"]]
-        print(f"| {' | '.join([*cells, mean_or_empty(minutes, '.1f')])} |")
+        four = dict.fromkeys(round(third * (num_evaluations - 1) / 3) for third in range(4))
+        minutes = mean_or_empty([record["minutes"] for record in records], ".1f")
+        if run in BEFORE:
+            print(row_of(BEFORE[run], records, [0], ""))
+        print(row_of(run, records, list(four), minutes))
 
 
-def mean_or_empty(values: list[float], digits: str) -> str:
-    return format(statistics.fmean(values), digits) if values else ""
+def row_of(title: str, records: list[dict], places: list[int], minutes: str) -> str:
+    """Returns `solved` at these places of the curves, and the other figures at the last place."""
+    solved = []
+    for i in places:
+        solved.append(mean_or_empty([record["curve"][i][SOLVED] for record in records], ".2f"))
+    cells = [title, " ".join(solved)]
+    for name, digits in OTHERS.items():
+        values = [record["curve"][places[-1]].get(name) for record in records]
+        cells.append(mean_or_empty(values, digits))
+    return f"| {' | '.join([*cells, minutes])} |"
+
+
+def mean_or_empty(values: list[float | None], digits: str) -> str:
+    measured = [value for value in values if value is not None]
+    return format(statistics.fmean(measured), digits) if measured else ""
 
 
 def show_claims(claims: list[Claim], known: dict, options: argparse.Namespace) -> dict[str, Effect]:
     """Prints a row for each claim. Returns {what it says: its effect}."""
-    print("\n| claim | what came of it | wider noise | verdict |\n| --- | --- | --- | --- |")
+    print("\n| claim | should have more | should have less | difference | wider interval "
+          f"| verdict |\n|{' --- |' * 6}")
     effects = {}
     for claim in claims:
         effect = effect_of(claim, known, options)
         effects[claim.says] = effect
         says = f"{claim.says} ([{claim.paper}])" if claim.paper else claim.says
         digits = 0 if claim.metric == WRONG else 3
-        print(f"| {says} | {effect.more:.{digits}f} against {effect.less:.{digits}f} "
-              f"({effect.difference:+.{digits}f} ± {effect.half_width:.{digits}f}) | "
-              f"{effect.wider} | {effect.verdict} |")
+        unit = UNITS[claim.metric]
+        print(f"| {says} | {claim.more}: {effect.more:.{digits}f}{unit} "
+              f"| {claim.less}: {effect.less:.{digits}f}{unit} "
+              f"| {effect.difference:+.{digits}f} ± {effect.half_width:.{digits}f} "
+              f"| {effect.wider} | {effect.verdict} |")
     print()
     for paper in sorted({claim.paper for claim in claims} - {""}):
         print(f"[{paper}]: https://arxiv.org/abs/{paper}")
@@ -351,70 +368,64 @@ def show_claims(claims: list[Claim], known: dict, options: argparse.Namespace) -
 
 # ---------------------------------------------------------------- the picture
 
-GREY, ORANGE, BLUE = "#525252", "#d9480f", "#1d4ed8"
-# {title of a panel: {run: its colour}}. Runs without a reward for the format are dashed.
+# Of the first run of a panel, the second, and so on.
+COLOURS = ["#525252", "#d55e00", "#0072b2", "#009e73", "#cc79a7"]
+# {title of a panel: its runs}
 PANELS = {
-    "Divided by the standard deviation": {
-        DEFAULT: GREY, STANDARD_DEVIATION: ORANGE, PUBLISHED: BLUE,
-        ANSWER_PAYS: GREY, f"{ANSWER_PAYS}, {STANDARD_DEVIATION}": ORANGE},
-    "Divided by the mean reward": {
-        DEFAULT: GREY, MEAN: ORANGE, ANSWER_PAYS: GREY, f"{ANSWER_PAYS}, {MEAN}": ORANGE},
-    "Self-imitation": {
-        DEFAULT: GREY, SIL: ORANGE, ANSWER_PAYS: GREY, f"{ANSWER_PAYS}, {SIL}": ORANGE},
-    "One half of the advantages": {
-        DEFAULT: GREY, "only positive advantages": ORANGE, "only negative advantages": BLUE},
-    "Four updates on each batch": {
-        DEFAULT: GREY, "four updates": ORANGE, "four updates, clipped": BLUE},
-    "On the tiny model": {
-        TINY: GREY, "a hundred times the learning rate": ORANGE, "shuffled rewards": BLUE},
+    "A right answer pays 1.0, the format 0.1": [
+        DEFAULT, MEAN, SIL, STANDARD_DEVIATION, PUBLISHED],
+    "Only the answer pays": [
+        ANSWER_PAYS, *[f"{ANSWER_PAYS}, {run}" for run in (MEAN, SIL, STANDARD_DEVIATION)]],
+    "One half of the advantages": [
+        DEFAULT, "only positive advantages", "only negative advantages"],
+    "Four updates on each batch": [DEFAULT, "four updates, clipped", "four updates"],
+    "The tiny model (up to 1.0, and 100 steps)": [
+        TINY, "shuffled rewards", "a hundred times the learning rate"],
 }
 
 
 def draw(chosen: list[str], known: dict, options: argparse.Namespace) -> None:
     """Draws the share solved, in a panel for each entry of PANELS that has two of the runs."""
     panels = {}
-    for title, colours in PANELS.items():
-        runs = {run: colour for run, colour in colours.items() if run in chosen}
+    for title, all_runs in PANELS.items():
+        runs = [run for run in all_runs if run in chosen]
         if len(runs) >= 2:
             panels[title] = runs
     if not panels:
         return
-    columns = min(2, len(panels))
-    rows = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(4 * columns, 3.1 * rows + 0.8), layout="constrained")
-    all_axes = figure.subplots(rows, columns, sharey=True, squeeze=False).flatten()
-    for axes in all_axes[len(panels):]:
-        axes.axis("off")
+    figure = Figure(figsize=(6, 2 * len(panels) + 0.6), layout="constrained")
+    all_axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
     for axes, (title, runs) in zip(all_axes, panels.items()):
-        axes.set_title(title, fontsize=12, fontweight="bold")
+        axes.set_title(title, fontsize=13, fontweight="bold", loc="left")
         draw_panel(axes, runs, known, options)
-    marks = {"one seed": {"linewidth": 0.8}, "mean of the seeds": {"linewidth": 2.5}}
-    if ANSWER_PAYS in chosen:
-        marks["no reward for the format"] = {"linewidth": 2.5, "linestyle": "--"}
-    lines = [Line2D([], [], color=GREY, label=label, **style) for label, style in marks.items()]
-    figure.legend(handles=lines, loc="outside upper center", ncols=len(lines), frameon=False,
-                  fontsize=11)
-    figure.supylabel("share of answers that are right", fontsize=11)
-    figure.supxlabel("training step", fontsize=11)
-    figure.savefig(options.picture, dpi=150, facecolor="white")
+    all_axes[-1].set_xlabel("training step", fontsize=12)
+    lines = [Line2D([], [], color=COLOURS[0], linewidth=0.8, label="one seed"),
+             Line2D([], [], color=COLOURS[0], linewidth=2.5, label="mean of the seeds")]
+    figure.legend(handles=lines, loc="outside upper center", ncols=2, frameon=False, fontsize=12)
+    figure.supylabel("share of answers that are right", fontsize=12)
+    figure.savefig(options.picture, dpi=160, facecolor="white")
 
 
-def draw_panel(axes: Axes, runs: dict[str, str], known: dict, options: argparse.Namespace) -> None:
-    """Draws each seed of the runs thin and their mean thick. The legend has the mean's end."""
-    for run, colour in runs.items():
-        dashes = "--" if run.startswith(ANSWER_PAYS) else "-"
+def draw_panel(axes: Axes, runs: list[str], known: dict, options: argparse.Namespace) -> None:
+    """Draws each seed of the runs thin and their mean thick. The legend has the mean's end, and at
+    which step that is, unless it is the end of the first run."""
+    last_steps = []
+    for run, colour in zip(runs, COLOURS):
         curves = [series(known[title_of(run, seed, options)], SOLVED) for seed in options.seeds]
         for curve in curves:
-            axes.plot(*zip(*curve), dashes, color=colour, linewidth=0.8, alpha=0.6)
+            axes.plot(*zip(*curve), color=colour, linewidth=0.8, alpha=0.6)
         steps = [step for step, _ in curves[0]]
         means = [statistics.fmean(value for _, value in points) for points in zip(*curves)]
-        label = textwrap.fill(f"{run}: {means[-1]:.2f}", width=42)
-        axes.plot(steps, means, dashes, color=colour, linewidth=2.5, label=label)
-    axes.set_ylim(0, 1)
+        last_steps.append(steps[-1])
+        name = run.removeprefix(f"{ANSWER_PAYS}, ")
+        when = "" if steps[-1] == last_steps[0] else f" at step {steps[-1]}"
+        label = textwrap.fill(f"{means[-1]:.2f}{when}, {name}", width=24)
+        axes.plot(steps, means, color=colour, linewidth=2.5, label=label)
+    axes.set_ylim(0, 1 if TINY in runs else 0.5)
     axes.grid(alpha=0.3)
-    axes.tick_params(labelsize=10)
-    place = "lower right" if TINY in runs else "upper right"  # where no curve is
-    axes.legend(loc=place, fontsize=9.5, framealpha=0.85, handlelength=2.2, labelspacing=0.3)
+    axes.tick_params(labelsize=12)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1.08), fontsize=12, frameon=False,
+                handlelength=1, labelspacing=0.3)
 
 
 # ---------------------------------------------------------------- the command

@@ -101,6 +101,7 @@ def test_every_panel_draws_runs_that_there_are():
     assert len(experiments.PANELS) <= 6
     for runs in experiments.PANELS.values():
         assert set(runs) <= set(experiments.RUNS)
+        assert len(runs) <= len(experiments.COLOURS)
 
 
 def test_every_run_has_settings_that_are_understood_and_measures_answer_and_format():
@@ -125,6 +126,10 @@ def test_what_is_shown_is_what_the_file_has(tmp_path, capsys):
 
     experiments.command(["--show", "--data", str(data), "--picture", str(picture)])
 
-    shown = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert shown == {"groups of 2 fall behind": [0.0, 0.0]}
+    *tables, found = capsys.readouterr().out.splitlines()
+    assert json.loads(found) == {"groups of 2 fall behind": [0.0, 0.0]}
+    assert "| lab model before training | 0.00 | 9 | 0.00 | 1.00 |  |  |" in tables
+    assert "| Dr. GRPO, G = 8 | 0.00 0.50 | 9 | 0.00 | 1.00 |  | 1.0 |" in tables
+    assert ("| groups of 2 fall behind | Dr. GRPO, G = 8: 0.500 | G = 2: 0.500 | +0.000 ± 0.000 "
+            "| seeds | could be chance |") in tables
     assert not picture.exists()  # No panel has two of these runs.
