@@ -598,7 +598,8 @@ def draw_cosines(axes, models: dict[str, dict], names: list[str]) -> None:
         places, values, halves = zip(*bars) if bars else ([], [], [])
         axes.barh(places, values, thickness, xerr=halves, label=title,
                   color=MODEL_COLOURS[number % len(MODEL_COLOURS)])
-    axes.axvline(figures[DEFAULT][COSINE][0] or 0.0, label="Dr. GRPO", **DASHED)
+    last = list(models.values())[-1]
+    axes.axvline(last[DEFAULT][COSINE][0] or 0.0, label="Dr. GRPO", **DASHED)
     axes.axvline(0, color=GREY, linewidth=0.8)
     axes.set_title("Cosine of one\nbatch with the\ntrue gradient", fontsize=12)
     axes.set_yticks(range(len(names)), [textwrap.fill(name, width=20) for name in names])

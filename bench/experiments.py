@@ -409,16 +409,16 @@ def draw(chosen: list[str], known: dict, options: argparse.Namespace) -> None:
 def draw_panel(axes: Axes, runs: list[str], known: dict, options: argparse.Namespace) -> None:
     """Draws each seed of the runs thin and their mean thick. The legend has the mean's end, and at
     which step that is, unless it is the end of the first run."""
-    last_steps = []
+    first_run = series(known[title_of(runs[0], options.seeds[0], options)], SOLVED)
+    end_of_first_run, _ = first_run[-1]
     for run, colour in zip(runs, COLOURS):
         curves = [series(known[title_of(run, seed, options)], SOLVED) for seed in options.seeds]
         for curve in curves:
             axes.plot(*zip(*curve), color=colour, linewidth=0.8, alpha=0.6)
         steps = [step for step, _ in curves[0]]
         means = [statistics.fmean(value for _, value in points) for points in zip(*curves)]
-        last_steps.append(steps[-1])
         name = run.removeprefix(f"{ANSWER_PAYS}, ")
-        when = "" if steps[-1] == last_steps[0] else f" at step {steps[-1]}"
+        when = "" if steps[-1] == end_of_first_run else f" at step {steps[-1]}"
         label = textwrap.fill(f"{means[-1]:.2f}{when}, {name}", width=24)
         axes.plot(steps, means, color=colour, linewidth=2.5, label=label)
     axes.set_ylim(0, 1 if TINY in runs else 0.5)

@@ -200,7 +200,8 @@ def tasks(options: argparse.Namespace) -> None:
 
 
 def fits(options: argparse.Namespace) -> None:
-    """Each group has a signal, so all answers are learned from."""
+    """Takes one step with one and with two ranks, with all weights and with adapters. The reward is
+    random, so that each group has a signal and all answers are learned from."""
     for ranks in (1, 2):
         for trained, lora_rank in (("all weights", 0), ("adapters", 16)):
             title = f"fits {options.label}: {trained}, {'2 ranks' if ranks == 2 else '1 rank'}"

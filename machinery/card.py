@@ -11,7 +11,7 @@ from machinery.model import where_it_is
 from machinery.settings import Section
 from machinery.text import with_interval
 
-# Read at once, because another version may take its place while a run goes on.
+# It is read at the start, because another version may replace it while a run goes on.
 TEMPLATE = Path(__file__).with_name("card.md").read_text(encoding="utf-8")
 
 

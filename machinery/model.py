@@ -74,8 +74,8 @@ def load_model(config: Config) -> tuple[Any, Any]:
 
 
 def check_model_name(name: str) -> None:
-    """Refuses what looks like a folder and is none. The library would ask the hub for it. And a
-    folder of adapters, which is what LoRA saves."""
+    """Refuses a folder of adapters, which is what LoRA saves. Also refuses what looks like a folder
+    and is none, because the library would ask the hub for it."""
     folder = Path(name)
     if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
         raise UserError(f"model.name={name!r} holds adapters and no model. docs/running.md shows "
@@ -106,7 +106,7 @@ def load_weights(source: dict[str, Any], config: Config) -> tuple[Any, dict[str,
     # Without `device_map` each rank of a machine would first hold a whole model in its RAM.
     has_accelerate = transformers.utils.is_accelerate_available()
     to_gpu = DEVICE.type == "cuda" and has_accelerate and not config.training.shard
-    # The library can keep weights as few bits as a GGUF file has them, but these do not learn.
+    # The library can keep the weights of a GGUF file packed in a few bits. These could not learn.
     unpack = transformers.GgufConfig(dequantize=True) if "gguf_file" in source else None
     return AutoModelForCausalLM.from_pretrained(
         **source,
@@ -191,7 +191,8 @@ def add_adapters(model: Any, config: Config, unreached: Sequence[str] = ()) -> N
     if Path(model.name_or_path).exists():
         # best/ names the model that its adapters belong to, and has to find it from anywhere.
         model.name_or_path = str(Path(model.name_or_path).resolve())
-    # A GGUF file has no such file beside it. PEFT asks only whether the vocabulary was resized.
+    # When adapters are saved, PEFT looks for the config.json of the model that they belong to. A
+    # GGUF file has none. PEFT only asks whether the vocabulary was resized, and it was not.
     warnings.filterwarnings("ignore", message="Could not find a config file")
     check_lora_targets(model, settings.lora_targets or [])
     torch.manual_seed(config.training.seed)  # All ranks start with the same adapters.

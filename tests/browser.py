@@ -29,7 +29,8 @@ class Browser(contextlib.ExitStack):
     def __enter__(self):
         folder = self.enter_context(tempfile.TemporaryDirectory(prefix="browser-"))
         # chromedriver takes a port that is free in IPv4, and ends if it is not free in IPv6.
-        for attempt in range(10):
+        # Then it is started again.
+        for _ in range(10):
             process = subprocess.Popen(
                 ["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True,
                 env={**os.environ, "HOME": folder, "TMPDIR": folder}, start_new_session=True)
