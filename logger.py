@@ -31,8 +31,10 @@ from machinery.settings import ROOT, Config, flatten
 SECONDS_BETWEEN_DRAWINGS = 60
 SECONDS_TO_END_MLFLOW = {"FINISHED": 60, "FAILED": 5}  # For all that it has not been told yet.
 ARTIFACTS = ("config.yaml", "metrics.jsonl", "samples.jsonl", "curves.png", "summary.json")
-CURVES = {"solved": "share", "best_of_n": "share", "reward": "points",  # And their units.
-          "completion_length": "tokens", "truncated": "share", "groups_without_signal": "share"}
+CURVES = {  # {metric: its title, as in the lines of a run, and its unit}
+    "solved": ("solved", "share"), "best_of_n": ("best of {n}", "share"),
+    "reward": ("reward", "points"), "completion_length": ("length", "tokens"),
+    "truncated": ("truncated", "share"), "groups_without_signal": ("no signal", "share")}
 
 
 class Logger:
@@ -210,16 +212,20 @@ class Logger:
     def _draw_curves(self) -> None:
         from matplotlib.figure import Figure  # Importing it takes a second.
         self.last_drawing = time.monotonic()
-        figure = Figure(figsize=(12, 6), layout="constrained")
+        figure = Figure(figsize=(7.5, 4.6), layout="constrained")  # legible on a phone
         axes = figure.subplots(2, 3).flatten()
-        for axis, (name, unit) in zip(axes, CURVES.items()):
-            axis.set(title=name.replace("_", " "), xlabel="step", ylabel=unit)
-            axis.locator_params("x", integer=True)
-            self._draw_curve(axis, name, label="training", color="0.6")
-            self._draw_curve(axis, f"eval/{name}", label="held out", color="0", marker="o")
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=2)
+        for axis, (name, (title, unit)) in zip(axes, CURVES.items()):
+            axis.set_title(title.format(n=self.config.validation.best_of_n))
+            axis.set(xlabel="step", ylabel=unit)
+            axis.locator_params("x", integer=True, nbins=4)
+            if unit == "share":
+                axis.set_ylim(-0.05, 1.05)
+            self._draw_curve(axis, name, label="training", color="0.6", zorder=3)
+            self._draw_curve(axis, f"eval/{name}", label="held out, with 95 % interval",
+                             color="0", marker="o", markersize=4)
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
         with self.folder.writing():
-            figure.savefig(self.path / "curves.png", dpi=110)
+            figure.savefig(self.path / "curves.png", dpi=140)
 
     def _draw_curve(self, axis: Any, metric: str, **style: str) -> None:
         """Draws a metric over the steps, with its 95 % interval where there is one."""

@@ -601,7 +601,7 @@ def draw_cosines(axes, models: dict[str, dict], names: list[str]) -> None:
     last = list(models.values())[-1]
     axes.axvline(last[DEFAULT][COSINE][0] or 0.0, label="Dr. GRPO", **DASHED)
     axes.axvline(0, color=GREY, linewidth=0.8)
-    axes.set_title("Cosine of one\nbatch with the\ntrue gradient", fontsize=12)
+    axes.set_title("Cosine of one batch\nwith the true gradient\n(lines: 95 % intervals)", fontsize=12)
     axes.set_yticks(range(len(names)), [textwrap.fill(name, width=20) for name in names])
 
 
@@ -609,14 +609,14 @@ def draw_runs(axes, ends: dict[str, list[float]], names: list[str]) -> None:
     """Draws a line for each seed of each run."""
     for row, name in enumerate(names):
         if name in ends:
-            axes.plot(ends[name], [row] * len(ends[name]), "|", markersize=20, markeredgewidth=2,
-                      color=RUN_COLOUR)
+            axes.plot(ends[name], [row] * len(ends[name]), "o", markersize=9, markeredgewidth=1.5,
+                      markerfacecolor="none", color=RUN_COLOUR)
         else:
-            axes.text(0.12, row, "no run", va="center", fontsize=12, color=GREY)
+            axes.text(0.02, row, "no run", va="center", fontsize=12, color=GREY)
     if DEFAULT in ends:
         axes.axvline(fmean(ends[DEFAULT]), **DASHED)
-    axes.set_title("Share solved by\nruns in the end,\neach seed", fontsize=12)
-    axes.set_xlim(0.1, 0.5)
+    axes.set_title("Solved after 60\nsteps, one circle\nfor each seed", fontsize=12)
+    axes.set_xlim(0, 0.5)
 
 
 def draw_bias_and_noise(path: Path) -> None:

@@ -36,9 +36,9 @@ RECIPES = {
     "c": "recipes/qwen2.5-coder-0.5b-cpu.yaml",
 }
 TITLES = {
-    "a": "SmolLM2-135M, all weights,\nsums of two numbers",
-    "b": "SmolLM2-135M, adapters,\nsums of two numbers",
-    "c": "Qwen2.5-Coder-0.5B, adapters,\nsums of three numbers",
+    "a": "SmolLM2-135M,\nall weights,\nsums of two numbers",
+    "b": "SmolLM2-135M,\nadapters,\nsums of two numbers",
+    "c": "Qwen2.5-Coder-0.5B,\nadapters,\nsums of three numbers",
 }
 # What is asked before and after training on sums of two numbers from 10 to 99.
 SUMS = {
@@ -320,35 +320,40 @@ def draw(options: argparse.Namespace) -> None:
     drawn = [recipe for recipe in RECIPES if runs_of[recipe]]
     if not drawn:
         sys.exit(f"error: {options.file} has no training yet")
-    figure = Figure(figsize=(3.4 * len(drawn), 4), layout="constrained")
+    figure = Figure(figsize=(2.5 * len(drawn), 4), layout="constrained")
     all_axes = figure.subplots(1, len(drawn), squeeze=False, sharey=True)[0]
     for axes, recipe in zip(all_axes, drawn):
         runs = runs_of[recipe]
-        draw_runs(axes, runs, "solved", "#c2410c", "-", "solved: the right number alone")
-        draw_runs(axes, runs, "lenient", "#1c1917", ":", "the reply ends in the right number")
+        draw_seeds(axes, runs)
+        draw_mean(axes, runs, "solved", "#c2410c", "-", "solved: the right number alone")
+        draw_mean(axes, runs, "lenient", "#1c1917", ":", "the answer ends in the right number")
         axes.set_title(TITLES[recipe], fontsize=11)
-        axes.set_xlabel("minutes since the start", fontsize=11)
+        axes.set_xlabel("minutes", fontsize=11)
         axes.set_xlim(0, 24)
-        axes.set_xticks(range(0, 25, 4))
+        axes.set_xticks(range(0, 25, 8))
         axes.set_ylim(0, 1)
         axes.grid(alpha=0.3)
     all_axes[0].set_ylabel("share of held-out answers", fontsize=11)
     lines, labels = all_axes[0].get_legend_handles_labels()
     figure.legend(lines, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=11,
-                  title="thick: the mean of the seeds, thin: each seed", title_fontsize=11)
-    figure.savefig(options.picture, dpi=100)
+                  title="thick: the mean of the seeds, thin: each seed, solved", title_fontsize=11)
+    figure.savefig(options.picture, dpi=140)
 
 
-def draw_runs(axes: Axes, runs: list[dict], metric: str, colour: str, style: str,
-              label: str) -> None:
-    """Draws a thin line for each seed, and a thick one for their mean."""
-    all_points = []
+def points_of(run: dict, metric: str) -> list[tuple[float, float]]:
+    return [(point["minutes"], point[metric]) for point in run["evaluations"]]
+
+
+def draw_seeds(axes: Axes, runs: list[dict]) -> None:
     for run in runs:
-        points = [(point["minutes"], point[metric]) for point in run["evaluations"]]
-        axes.plot(*zip(*points), color=colour, linestyle=style, linewidth=0.7, alpha=0.6)
-        all_points.append(points)
+        axes.plot(*zip(*points_of(run, "solved")), color="#c2410c", linewidth=0.7, alpha=0.6)
+
+
+def draw_mean(axes: Axes, runs: list[dict], metric: str, colour: str, style: str,
+              label: str) -> None:
+    """Draws the mean over seeds, at the mean of their minutes."""
     means = []
-    for points in zip(*all_points):
+    for points in zip(*[points_of(run, metric) for run in runs]):
         minutes, values = zip(*points)
         means.append((statistics.fmean(minutes), statistics.fmean(values)))
     axes.plot(*zip(*means), color=colour, linestyle=style, linewidth=2, label=label)
