@@ -601,7 +601,8 @@ def draw_cosines(axes, models: dict[str, dict], names: list[str]) -> None:
     last = list(models.values())[-1]
     axes.axvline(last[DEFAULT][COSINE][0] or 0.0, label="Dr. GRPO", **DASHED)
     axes.axvline(0, color=GREY, linewidth=0.8)
-    axes.set_title("Cosine of one batch\nwith the true gradient\n(lines: 95 % intervals)", fontsize=12)
+    title = "Cosine of one batch\nwith the true gradient\n(lines: 95 % intervals)"
+    axes.set_title(title, fontsize=12)
     axes.set_yticks(range(len(names)), [textwrap.fill(name, width=20) for name in names])
 
 

@@ -14,6 +14,8 @@ INK, SOFT, ACCENT = "#1c1917", "#57534e", "#c2410c"
 WORDS = ("Reinforcement learning that\nteaches a language model to reason.\n\n"
          "Read it in one sitting.\nRun it on a laptop.")
 
+TITLE = "share of puzzles that a small\nmodel solves, three seeds"
+
 
 def main() -> None:
     known = json.loads((ROOT / "docs" / "experiments.json").read_text())
@@ -27,7 +29,7 @@ def main() -> None:
         axes.plot([point["step"] for point in curve], [point["solved"] for point in curve],
                   color=ACCENT, linewidth=3)
     axes.set_ylim(0, 1)
-    axes.set_title("share of puzzles that a small\nmodel solves, three seeds", fontsize=18, color=SOFT)
+    axes.set_title(TITLE, fontsize=18, color=SOFT)
     axes.set_xlabel("training step", fontsize=16, color=SOFT)
     axes.tick_params(labelsize=14, colors=SOFT)
     axes.spines[["top", "right"]].set_visible(False)
