@@ -2,7 +2,7 @@
 
     .venv/bin/python examples/ask.py 3 7 25 = 68
         asks the best model of the newest run of Countdown
-    .venv/bin/python examples/ask.py --model tiny/model --answers 8 3 7 25 = 68
+    .venv/bin/python examples/ask.py --model tiny/model 3 7 25 = 68 --answers 8
         asks any model for 8 answers, here the tiny model as it is before training
 """
 
