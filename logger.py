@@ -227,7 +227,7 @@ class Logger:
         with self.folder.writing():
             figure.savefig(self.path / "curves.png", dpi=140)
 
-    def _draw_curve(self, axis: Any, metric: str, **style: str) -> None:
+    def _draw_curve(self, axis: Any, metric: str, **style: Any) -> None:
         """Draws a metric over the steps, with its 95 % interval where there is one."""
         entries = [entry for entry in self.history if metric in entry]
         values = [entry[metric] for entry in entries]

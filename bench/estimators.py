@@ -525,12 +525,16 @@ def means_table(models: dict[str, dict]) -> str:
 
 # ---------------------------------------------------------------- what runs made of it
 
+RUN_OF = {"format pays 0.0": experiments.ANSWER_PAYS}  # where the run's name differs
+
+
 def ends_of_runs(records: dict) -> dict[str, list[float]]:
     """Returns {estimator: the share of held-out answers that its run solved in the end, with each
     seed}, best first, from what bench/experiments.py keeps."""
     ends = {}
     for name in ESTIMATORS:
-        titles = [experiments.title_of(name, seed, SEEDS) for seed in SEEDS.seeds]
+        run = RUN_OF.get(name, name)
+        titles = [experiments.title_of(run, seed, SEEDS) for seed in SEEDS.seeds]
         if all(title in records for title in titles):
             ends[name] = [records[title]["curve"][-1]["solved"] for title in titles]
     return dict(sorted(ends.items(), key=lambda item: -fmean(item[1])))
@@ -549,13 +553,14 @@ def verdicts_table(figures: dict, records: dict) -> str:
     for name, ends in ends_of_runs(records).items():
         if DIFFERENCE not in figures.get(name, {}):
             continue
-        claim = experiments.Claim("", "", experiments.SOLVED, more=name, less=DEFAULT)
+        run = RUN_OF.get(name, name)
+        claim = experiments.Claim("", "", experiments.SOLVED, more=run, less=DEFAULT)
         effect = experiments.effect_of(claim, records, SEEDS)
-        run = [effect.difference, effect.half_width]
+        end = [effect.difference, effect.half_width]
         cosine = figures[name][DIFFERENCE]
-        of_cosine, of_run = verdict_of(*cosine), verdict_of(*run)
+        of_cosine, of_run = verdict_of(*cosine), verdict_of(*end)
         rows.append([name, f"{as_text(cosine, '+.3f')}, {of_cosine}",
-                     f"{as_text(run, '+.3f')}, {of_run}", "yes" if of_cosine == of_run else "no",
+                     f"{as_text(end, '+.3f')}, {of_run}", "yes" if of_cosine == of_run else "no",
                      " ".join(f"{share:.3f}" for share in ends)])
     return as_table(rows)
 
@@ -607,7 +612,7 @@ def draw_cosines(axes, models: dict[str, dict], names: list[str]) -> None:
 
 
 def draw_runs(axes, ends: dict[str, list[float]], names: list[str]) -> None:
-    """Draws a line for each seed of each run."""
+    """Draws a circle for each seed of each run."""
     for row, name in enumerate(names):
         if name in ends:
             axes.plot(ends[name], [row] * len(ends[name]), "o", markersize=9, markeredgewidth=1.5,

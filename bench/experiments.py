@@ -378,7 +378,7 @@ PANELS = {
         ANSWER_PAYS, *[f"{ANSWER_PAYS}, {run}" for run in (MEAN, SIL, STANDARD_DEVIATION)]],
     "One half of the advantages": [
         DEFAULT, "only positive advantages", "only negative advantages"],
-    "Four updates a batch, with twice the rate": [DEFAULT, "four updates, clipped", "four updates"],
+    "Four updates, twice the learning rate": [DEFAULT, "four updates, clipped", "four updates"],
     "The tiny model (up to 1.0, and 100 steps)": [
         TINY, "shuffled rewards", "a hundred times the learning rate"],
 }
@@ -402,7 +402,7 @@ def draw(chosen: list[str], known: dict, options: argparse.Namespace) -> None:
     lines = [Line2D([], [], color=COLOURS[0], linewidth=0.8, label="one seed"),
              Line2D([], [], color=COLOURS[0], linewidth=2.5, label="mean of the seeds")]
     figure.legend(handles=lines, loc="outside upper center", ncols=2, frameon=False, fontsize=12)
-    figure.supylabel("solved, of the lab model where not said otherwise", fontsize=12)
+    figure.supylabel("share solved (lab model, unless stated)", fontsize=12)
     figure.savefig(options.picture, dpi=160, facecolor="white")
 
 

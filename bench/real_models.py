@@ -279,10 +279,11 @@ def print_transfer(known: dict) -> None:
 
 
 def print_fits(known: dict) -> None:
-    print("\n| one step with config.yaml | tokens chosen | GB a rank | exit |")
-    print("| --- | --- | --- | --- |")
-    for title, found in known.items():
-        if title.startswith("fits "):
+    all_fits = {title: found for title, found in known.items() if title.startswith("fits ")}
+    if all_fits:
+        print("\n| one step with config.yaml | tokens chosen | GB a rank | exit |")
+        print("| --- | --- | --- | --- |")
+        for title, found in all_fits.items():
             print(f"| {title.removeprefix('fits ')} | {', '.join(found['tokens'])} | "
                   f"{found.get('memory_gb', '')} | {found['exit']} |")
 
@@ -336,7 +337,7 @@ def draw(options: argparse.Namespace) -> None:
     all_axes[0].set_ylabel("share of held-out answers", fontsize=11)
     lines, labels = all_axes[0].get_legend_handles_labels()
     figure.legend(lines, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=11,
-                  title="thick: the mean of the seeds, thin: each seed, solved", title_fontsize=11)
+                  title="thick: the mean of the seeds, thin: one seed, solved", title_fontsize=11)
     figure.savefig(options.picture, dpi=140)
 
 

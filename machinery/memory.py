@@ -23,8 +23,8 @@ from machinery.prompts import prefill
 from machinery.ranks import DEVICE, max_over_ranks
 from machinery.text import wrap
 
-# How much memory is taken for each byte that tensors hold. An allocator leaves holes between them.
-# On a CPU, learning with SmolLM2-135M took 1.4 to 1.7 bytes. Not measured on a GPU.
+# How much memory learning may take for each byte that its tensors hold. An allocator leaves holes
+# between them. On a CPU it took 1.4 to 1.7 bytes with SmolLM2-135M. For a GPU this is a guess.
 TAKEN = 2.0 if DEVICE.type == "cpu" else 1.4
 MEMINFO = Path("/proc/meminfo")
 CONTROL_GROUP = Path("/sys/fs/cgroup")  # of a container
@@ -111,7 +111,8 @@ def learning_bytes(run: Any) -> tuple[float, float]:
         del results
     of_a_token = (held[LONG] - held[SHORT]) / (LONG - SHORT)
     # The logits of a chunk, over the temperature, their log softmax, and its gradient, in float32.
-    fixed = 4 * 4 * LOGITS_PER_CHUNK
+    vocabulary = run.model.config.get_text_config().vocab_size
+    fixed = 4 * 4 * min(LOGITS_PER_CHUNK, MOST_TOKENS * vocabulary)
     if run.config.model.precision == "mixed":
         fixed += bytes_that_learn(run.model) / 2  # Autocast has a copy in half precision.
     head = run.model.get_output_embeddings().weight

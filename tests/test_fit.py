@@ -94,13 +94,13 @@ def test_what_learning_holds_grows_with_its_tokens_as_estimated(one_rank, checkp
     assert live.peak < of_a_token * 480 + besides
 
 
-@pytest.mark.skipif(not memory.MEMINFO.exists(), reason="Linux tells what a process holds")
+@pytest.mark.skipif(not memory.MEMINFO.exists(), reason="only Linux tells what a process holds")
 def test_learning_takes_no_more_memory_than_is_planned_for():
     """An allocator leaves holes between tensors of many sizes."""
     result = ranks(1, learn_and_measure)
     assert result.returncode == 0, result.stderr
     of_tensors, taken = map(float, result.stdout.splitlines()[-1].split())
-    assert 0.8 * of_tensors < taken < memory.TAKEN * of_tensors
+    assert 0.5 * of_tensors < taken < 2 * of_tensors  # as memory.TAKEN says for a CPU
 
 
 def learn_and_measure():
