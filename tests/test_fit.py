@@ -141,13 +141,14 @@ def test_sampling_holds_a_cache_that_grows_with_its_tokens_as_estimated(one_rank
 
 
 def test_what_may_not_fit_is_said_with_the_key_to_lower(one_rank, monkeypatch):
-    run = make_run(0.5 * GB, monkeypatch, questions=10**6, sampling__max_rows=10**7)
+    free = 500_000
+    run = make_run(free, monkeypatch, questions=10**6, sampling__max_rows=10**7)
     memory.fit_into_memory(run)
     _, learning, sampling = run.folder.notes
     assert "lower training.tokens_per_micro_batch" in " ".join(learning.split())
     assert "4000000 answers of up to 32 tokens" in " ".join(sampling.split())
     fitting = int(sampling.split()[-1])
-    assert fitting == int(0.5 * GB / memory.TAKEN / memory.sampling_bytes(run, 32))
+    assert fitting == int(free / memory.TAKEN / memory.sampling_bytes(run, 32)) > 1
 
 
 def test_a_model_whose_optimizer_state_does_not_fit_is_refused(monkeypatch):
