@@ -2,8 +2,8 @@
 
     .venv/bin/pip install reasoning-gym
     .venv/bin/torchrun --nproc-per-node=2 main.py task.name=examples/gym.py \\
-        data.dataset="spell_backward max_word_len=4" data.prompt_style=chat \\
-        model.name=HuggingFaceTB/SmolLM2-135M-Instruct
+        data.dataset="chain_sum min_terms=2 max_terms=2 min_digits=2 max_digits=2" \\
+        data.prompt_style=chat model.name=Qwen/Qwen2.5-Coder-0.5B-Instruct
 
 `data.dataset` is the name of a task and its parameters, as the library takes them. The head of
 countdown.py explains the names below.

@@ -5,7 +5,8 @@ well-known recipes. `format_strict`, `tag_count` and `reasoning_steps` come from
 train on GSM8K from scratch. `format_r1`, `cosine` and `repetition` come from ms-swift.
 
 All of them expect a completion that opens its own <think>. If the prompt has opened it already,
-give them "<think>" + completion. None of them can say whether two LaTeX formulas are equal.
+put what it ends with before the completion, like "<think>\\n". None of them can say whether two
+LaTeX formulas are equal.
 """
 
 import math
