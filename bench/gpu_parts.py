@@ -365,7 +365,7 @@ def b7_recipe(small):
     del figures["parts_gb"]
     yield figures
     for phase, measured in figures["measured_gb"].items():
-        assert 0.7 < measured / figures["forecast_gb"][phase] < 1.15, phase
+        assert 0.7 < measured / figures["estimate_gb"][phase] < 1.15, phase
     assert not CUDA or figures["measured"]["learn_reserved_gb"] < 80
 
 

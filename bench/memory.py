@@ -291,13 +291,13 @@ if __name__ == "__main__":
     total = peaks(table)
     for kind, phases in total.items():
         say(f"{kind}, peak: {max(phases.values()):.2f} GB, while {max(phases, key=phases.get)}")
-    result = {"forecast_gb": total["allocated"], "forecast_reserved_gb": total["reserved"],
+    result = {"estimate_gb": total["allocated"], "estimate_reserved_gb": total["reserved"],
               "parts_gb": table}
     if options.measure:
         measured = measured_step(arguments, options.shape)
         result["measured"] = measured
         result["measured_gb"] = {"sampling": round(measured["sample_memory_gb"], 4),
                                  "learning": round(measured["learn_memory_gb"], 4)}
-        say(f"measured: {result['measured_gb']}, estimated: {result['forecast_gb']}")
+        say(f"measured: {result['measured_gb']}, estimated: {result['estimate_gb']}")
         harness.finish(result)
     say(json.dumps(result))

@@ -118,4 +118,4 @@ def test_estimate_and_measurement_are_within_a_twentieth(more):
     assert result.returncode == 0, result.stderr
     answer = json.loads(result.stdout.splitlines()[-1])
     for phase in ("sampling", "learning"):
-        assert answer["forecast_gb"][phase] == pytest.approx(answer["measured_gb"][phase], rel=0.05)
+        assert answer["estimate_gb"][phase] == pytest.approx(answer["measured_gb"][phase], rel=0.05)
