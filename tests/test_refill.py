@@ -14,7 +14,7 @@ TASK = SimpleNamespace(REWARD_WEIGHTS={"right": 1.0, "form": 0.1}, SOLVED="right
 
 def group_of(right: list[int], question=QUESTIONS[0]) -> list:
     """The format differs. So all groups have different rewards."""
-    return [main.Trajectory(question, [0], "", False, {"right": value, "form": i}, value + 0.1 * i)
+    return [main.Trajectory(question, [0], "", False, {"right": value, "format": i}, value + 0.1 * i)
             for i, value in enumerate(right)]
 
 
