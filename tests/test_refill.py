@@ -9,7 +9,7 @@ from conftest import SILENT_LOG, SMALL, make_config, read_jsonl, start
 import main
 
 QUESTIONS = [main.Question({"number": i}, [i]) for i in range(1000)]
-TASK = SimpleNamespace(REWARD_WEIGHTS={"right": 1.0, "form": 0.1}, SOLVED="right")
+TASK = SimpleNamespace(REWARD_WEIGHTS={"right": 1.0, "format": 0.1}, SOLVED="right")
 
 
 def group_of(right: list[int], question=QUESTIONS[0]) -> list:
