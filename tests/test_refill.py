@@ -14,8 +14,11 @@ TASK = SimpleNamespace(REWARD_WEIGHTS={"right": 1.0, "format": 0.1}, SOLVED="rig
 
 def group_of(right: list[int], question=QUESTIONS[0]) -> list:
     """The format differs. So all groups have different rewards."""
-    return [main.Trajectory(question, [0], "", False, {"right": value, "format": i}, value + 0.1 * i)
-            for i, value in enumerate(right)]
+    answers = []
+    for i, value in enumerate(right):
+        parts = {"right": value, "format": i}
+        answers.append(main.Trajectory(question, [0], "", False, parts, value + 0.1 * i))
+    return answers
 
 
 def teaches(question) -> bool:
