@@ -378,7 +378,7 @@ MUTANTS = [
     Mutant("micro-batches of another size after a resume", "machinery/memory.py",
            "if run.folder.checkpoint is not None:", "if False:", FIT),
     Mutant("logits that take no memory", "machinery/memory.py",
-           "fixed = 4 * 4 * LOGITS_PER_CHUNK", "fixed = 0", FIT),
+           "fixed = 4 * 4 * min(LOGITS_PER_CHUNK, MOST_TOKENS * vocabulary)", "fixed = 0", FIT),
     Mutant("a micro-batch that does not fit", "machinery/memory.py",
            "tokens * of_a_token > free", "tokens * of_a_token > 2 * free", FIT),
     Mutant("AdamW's optimizer state that takes no memory", "machinery/memory.py",
