@@ -1,4 +1,4 @@
-"""GRPO in one file: reinforcement learning that teaches a language model to reason.
+"""GRPO in one file: reinforcement learning of language models, from question to update.
 
 GRPO is group relative policy optimization. The model answers questions, and a program scores the
 answers. The model learns to give answers like the better ones more often. One training step:

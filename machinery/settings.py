@@ -160,8 +160,8 @@ class Parser(argparse.ArgumentParser):
 
 def load_config(arguments: list[str]) -> Config:
     """Returns the settings. A file overrides config.yaml, and the command line overrides both."""
-    parser = Parser("main.py", description="GRPO in one file: reinforcement learning that teaches "
-                    "a language model to reason. config.yaml explains every key.")
+    parser = Parser("main.py", description="GRPO in one file: reinforcement learning for language "
+                    "models, from question to update. config.yaml explains every key.")
     parser.add_argument("--config", metavar="file.yaml", action="append", default=[],
                         help="a file whose keys override config.yaml")
     parser.add_argument("overrides", metavar="section.key=value", nargs="*",
