@@ -106,12 +106,12 @@ class Run:
     training_questions: Questions
     validation_questions: Questions
     model: nn.Module                 # the weights that learn
-    sampler: nn.Module               # It samples answers. See `prepare`.
-    policy: DistributedDataParallel | Sharded  # It wraps `model`. Ranks share its gradients.
+    sampler: nn.Module               # `model` itself, or a copy. It samples answers.
+    policy: DistributedDataParallel | Sharded  # a `Policy` of `model` with gradients of all ranks
     reference: Callable | None       # the policy as it was loaded, frozen, for a KL penalty
     optimizer: torch.optim.Optimizer
     step: int                        # the number of training steps that have begun
-    best: tuple[float, float]        # how good the best model was, see evaluate_and_keep_best
+    best: tuple[float, float]        # its best_of_n and solved, compared in this order
     last_evaluation: int | None      # the step after which the model was last evaluated
 
 
@@ -286,13 +286,13 @@ def policy_loss(
     mean is the mean of reward * gradient of log_prob(answer) (REINFORCE, Williams 1992), where
     log_prob(answer) is the sum over its tokens.
 
-    Why the advantage and not the reward? Otherwise nearly every answer to an easy question would
-    push as hard as a rare right answer to a hard one. Subtracting the group's mean makes this less
-    noisy. The other answers in the mean change nothing in expectation, as the expected gradient of
-    log_prob(answer) is 0. The answer's own share scales the gradient by 1 - 1 / group_size.
+    Why the advantage and not the reward? The gradient of log_prob(answer) is 0 on average, so the
+    same number may be subtracted from all rewards. The group's mean takes away noise. Without it,
+    nearly every answer to an easy question would push as hard as a rare right answer to a hard one.
+    It includes the answer itself, which only scales the gradient by 1 - 1 / group_size.
 
     Why not the ratio of PPO? It corrects for a policy that has changed since it sampled. With one
-    update for each batch it has not. The ratio is 1, and has the gradient of the log-probability.
+    update for each batch it has not. The ratio is 1, and its gradient is that of log_prob.
 
     Why this normalizer? A constant only sets the scale. A division by the answer's own length would
     give tokens of short answers more weight than those of long ones. All sums are over all ranks,
@@ -600,7 +600,7 @@ def ratio_objective(
         means = [of_answer.mean().expand_as(of_answer) for of_answer in log_ratio.split(lengths)]
         log_ratio = torch.cat(means)
     ratio = log_ratio.exp()
-    low, high = training.clip or (math.inf, math.inf)
+    low, high = training.clip or (math.inf, math.inf)  # By default nothing is clipped.
     if training.ratio == "cispo":
         # CISPO (MiniMax 2025): the ratio is a constant weight, with an upper bound alone.
         weight = ratio.detach().clamp(max=1 + high)
@@ -629,8 +629,8 @@ def kl_in_reward(token_log_probs: torch.Tensor, batch: list[Trajectory]) -> torc
 def kl_in_loss(token_log_probs: torch.Tensor, batch: list[Trajectory]) -> torch.Tensor:
     """KL penalty as GRPO was published. Keys: `kl_beta`, `kl_in: loss`.
 
-    Its value estimates the per-token KL(policy || reference), and is never negative. But its
-    gradient is on average that of KL(reference || policy)."""
+    Its value is r - 1 - log r, where r is reference / policy. It estimates KL(policy || reference)
+    and is never negative. But its gradient is on average that of KL(reference || policy)."""
     reference_log_probs = torch.cat([answer.reference_log_probs for answer in batch])
     log_ratio = reference_log_probs - token_log_probs
     return torch.expm1(log_ratio) - log_ratio
