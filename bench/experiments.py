@@ -116,12 +116,16 @@ CLAIMS = [
     Claim("dividing by the answer length makes wrong answers longer", "2503.20783", WRONG,
           ANSWER_LENGTH, DEFAULT),
     Claim("GRPO as published falls behind", "2503.20783", SOLVED, DEFAULT, PUBLISHED),
+    Claim("dividing by the mean falls behind", "", SOLVED, DEFAULT, MEAN),
+    Claim("dividing by the mean falls behind, where only the answer pays", "", SOLVED,
+          ANSWER_PAYS, f"{ANSWER_PAYS}, {MEAN}"),
     Claim("dividing by the mean lifts the hardest questions", "", HARDEST, MEAN, DEFAULT),
     Claim("dividing by the mean lifts the hardest questions, where only the answer pays",
           "2602.02710", HARDEST, f"{ANSWER_PAYS}, {MEAN}", ANSWER_PAYS),
     Claim("self-imitation falls behind", "", SOLVED, DEFAULT, SIL),
     Claim("self-imitation falls behind, where only the answer pays", "", SOLVED,
           ANSWER_PAYS, f"{ANSWER_PAYS}, {SIL}"),
+    Claim("a small reward for the format helps", "", SOLVED, DEFAULT, ANSWER_PAYS),
     Claim("only positive advantages lower the entropy", "2506.01347", ENTROPY,
           DEFAULT, "only positive advantages"),
     Claim("only negative advantages raise the entropy", "2506.01347", ENTROPY,
@@ -237,12 +241,16 @@ QUESTIONS_OF_TINY = 256  # held out, in the records that do not count right answ
 class Effect:
     more: float  # mean over seeds
     less: float
-    half_width: float  # of the wider of the two 95 % intervals
-    wider: str  # "seeds" or "questions"
+    seeds: float             # half of the 95 % interval between seeds
+    questions: float | None  # and of that between questions, which only shares have
 
     @property
     def difference(self) -> float:
         return self.more - self.less
+
+    @property
+    def half_width(self) -> float:
+        return max(self.seeds, self.questions or 0.0)
 
     @property
     def verdict(self) -> str:
@@ -262,11 +270,11 @@ def effect_of(claim: Claim, known: dict, options: argparse.Namespace) -> Effect:
     ends_of_less = [series(less, claim.metric)[-1][1] for _, less in pairs]
     differences = [a - b for a, b in zip(ends_of_more, ends_of_less)]
     seeds = half_width_of(differences, STUDENT[len(pairs)])
-    questions = 0.0
+    questions = None
     if claim.metric in (SOLVED, HARDEST):
         questions = between_questions(pairs, claim.metric)
-    return Effect(statistics.fmean(ends_of_more), statistics.fmean(ends_of_less),
-                  max(seeds, questions), "questions" if questions > seeds else "seeds")
+    return Effect(
+        statistics.fmean(ends_of_more), statistics.fmean(ends_of_less), seeds, questions)
 
 
 def half_width_of(values: list[float], quantile: float) -> float:
@@ -347,8 +355,8 @@ def mean_or_empty(values: list[float | None], digits: str) -> str:
 
 def show_claims(claims: list[Claim], known: dict, options: argparse.Namespace) -> dict[str, Effect]:
     """Prints a row for each claim. Returns {what it says: its effect}."""
-    print("\n| claim | should have more | should have less | difference | wider interval "
-          f"| verdict |\n|{' --- |' * 6}")
+    print("\n| claim | should have more | should have less | difference | ± seeds | ± questions "
+          f"| verdict |\n|{' --- |' * 7}")
     effects = {}
     for claim in claims:
         effect = effect_of(claim, known, options)
@@ -356,10 +364,11 @@ def show_claims(claims: list[Claim], known: dict, options: argparse.Namespace) -
         says = f"{claim.says} ([{claim.paper}])" if claim.paper else claim.says
         digits = 0 if claim.metric == WRONG else 3
         unit = UNITS[claim.metric]
+        questions = mean_or_empty([effect.questions], f".{digits}f")
         print(f"| {says} | {claim.more}: {effect.more:.{digits}f}{unit} "
               f"| {claim.less}: {effect.less:.{digits}f}{unit} "
-              f"| {effect.difference:+.{digits}f} ± {effect.half_width:.{digits}f} "
-              f"| {effect.wider} | {effect.verdict} |")
+              f"| {effect.difference:+.{digits}f} | {effect.seeds:.{digits}f} | {questions} "
+              f"| {effect.verdict} |")
     print()
     for paper in sorted({claim.paper for claim in claims} - {""}):
         print(f"[{paper}]: https://arxiv.org/abs/{paper}")
@@ -374,7 +383,7 @@ COLOURS = ["#525252", "#d55e00", "#0072b2", "#009e73", "#cc79a7"]
 PANELS = {
     "Dividing the advantages, and SIL": [
         DEFAULT, MEAN, SIL, STANDARD_DEVIATION, PUBLISHED],
-    "The same, if the format pays nothing": [
+    "The same, but only the answer pays": [
         ANSWER_PAYS, *[f"{ANSWER_PAYS}, {run}" for run in (MEAN, SIL, STANDARD_DEVIATION)]],
     "One half of the advantages": [
         DEFAULT, "only positive advantages", "only negative advantages"],
@@ -417,7 +426,7 @@ def draw_panel(axes: Axes, runs: list[str], known: dict, options: argparse.Names
             axes.plot(*zip(*curve), color=colour, linewidth=0.8, alpha=0.6)
         steps = [step for step, _ in curves[0]]
         means = [statistics.fmean(value for _, value in points) for points in zip(*curves)]
-        name = run.removeprefix(f"{ANSWER_PAYS}, ")
+        name = DEFAULT if run == ANSWER_PAYS else run.removeprefix(f"{ANSWER_PAYS}, ")
         when = "" if steps[-1] == end_of_first_run else f" at step {steps[-1]}"
         label = textwrap.fill(f"{means[-1]:.2f}{when}, {name}", width=24)
         axes.plot(steps, means, color=colour, linewidth=2.5, label=label)

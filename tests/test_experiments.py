@@ -44,8 +44,8 @@ def test_an_effect_has_an_interval_between_seeds_and_a_verdict(more, verdict):
 
     differences = [more[seed] - less[seed] for seed in range(3)]
     assert effect.difference == pytest.approx(fmean(differences))
-    assert effect.half_width == pytest.approx(4.303 * stdev(differences) / 3 ** 0.5)
-    assert effect.wider == "seeds"
+    assert effect.half_width == effect.seeds
+    assert effect.seeds == pytest.approx(4.303 * stdev(differences) / 3 ** 0.5)
     assert effect.verdict == verdict
 
 
@@ -57,8 +57,7 @@ def test_seeds_that_agree_by_luck_do_not_make_the_interval_narrower_than_the_que
 
     # The differences of all twelve questions: six times 4/4 - 2/4, and six times 0/4 - 2/4.
     half_width = 1.96 * stdev([0.5, -0.5] * 6) / 12 ** 0.5
-    assert effect.half_width == pytest.approx(half_width)
-    assert effect.wider == "questions"
+    assert effect.half_width == effect.questions == pytest.approx(half_width)
     assert effect.difference == pytest.approx(0.1)
     assert effect.verdict == "could be chance"
 
@@ -73,8 +72,7 @@ def test_without_counts_all_answers_to_a_question_are_taken_to_agree():
 
     # 3 x 256 questions, each of which is right or wrong as a whole, in two independent runs.
     half_width = 1.96 * ((0.5 * 0.5 + 0.1 * 0.9) / (3 * 256)) ** 0.5
-    assert effect.half_width == pytest.approx(half_width)
-    assert effect.wider == "questions"
+    assert effect.half_width == effect.questions == pytest.approx(half_width)
 
 
 def test_one_seed_is_never_enough_for_a_verdict():
@@ -130,6 +128,6 @@ def test_what_is_shown_is_what_the_file_has(tmp_path, capsys):
     assert json.loads(found) == {"groups of 2 fall behind": [0.0, 0.0]}
     assert "| lab model before training | 0.00 | 9 | 0.00 | 1.00 |  |  |" in tables
     assert "| Dr. GRPO, G = 8 | 0.00 0.50 | 9 | 0.00 | 1.00 |  | 1.0 |" in tables
-    assert ("| groups of 2 fall behind | Dr. GRPO, G = 8: 0.500 | G = 2: 0.500 | +0.000 ± 0.000 "
-            "| seeds | could be chance |") in tables
+    assert ("| groups of 2 fall behind | Dr. GRPO, G = 8: 0.500 | G = 2: 0.500 | +0.000 | 0.000 "
+            "| 0.000 | could be chance |") in tables
     assert not picture.exists()  # No panel has two of these runs.
