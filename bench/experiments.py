@@ -381,9 +381,9 @@ def show_claims(claims: list[Claim], known: dict, options: argparse.Namespace) -
 COLOURS = ["#525252", "#d55e00", "#0072b2", "#009e73", "#cc79a7"]
 # {title of a panel: its runs}
 PANELS = {
-    "Dividing the advantages, and SIL": [
+    "The answer pays 1.0, and the format 0.1": [
         DEFAULT, MEAN, SIL, STANDARD_DEVIATION, PUBLISHED],
-    "The same, but only the answer pays": [
+    "Only the answer pays": [
         ANSWER_PAYS, *[f"{ANSWER_PAYS}, {run}" for run in (MEAN, SIL, STANDARD_DEVIATION)]],
     "One half of the advantages": [
         DEFAULT, "only positive advantages", "only negative advantages"],
@@ -416,8 +416,8 @@ def draw(chosen: list[str], known: dict, options: argparse.Namespace) -> None:
 
 
 def draw_panel(axes: Axes, runs: list[str], known: dict, options: argparse.Namespace) -> None:
-    """Draws each seed of the runs thin and their mean thick. The legend has the mean's end, and at
-    which step that is, unless it is the end of the first run."""
+    """Draws each seed of the runs thin and their mean thick. The legend has the mean's end, highest
+    first, and at which step that is, unless it is the end of the first run."""
     first_run = series(known[title_of(runs[0], options.seeds[0], options)], SOLVED)
     end_of_first_run, _ = first_run[-1]
     for run, colour in zip(runs, COLOURS):
@@ -429,12 +429,14 @@ def draw_panel(axes: Axes, runs: list[str], known: dict, options: argparse.Names
         name = DEFAULT if run == ANSWER_PAYS else run.removeprefix(f"{ANSWER_PAYS}, ")
         when = "" if steps[-1] == end_of_first_run else f" at step {steps[-1]}"
         label = textwrap.fill(f"{means[-1]:.2f}{when}, {name}", width=24)
-        axes.plot(steps, means, color=colour, linewidth=2.5, label=label)
+        axes.plot(steps, means, color=colour, linewidth=2.5, marker="o", markersize=5, label=label)
     axes.set_ylim(0, 1 if TINY in runs else 0.5)
     axes.grid(alpha=0.3)
     axes.tick_params(labelsize=12)
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1.08), fontsize=12, frameon=False,
-                handlelength=1, labelspacing=0.3)
+    handles, labels = axes.get_legend_handles_labels()
+    labels, handles = zip(*sorted(zip(labels, handles), key=lambda row: row[0], reverse=True))
+    axes.legend(handles, labels, loc="upper left", bbox_to_anchor=(1, 1.08), fontsize=12,
+                frameon=False, handlelength=1, labelspacing=0.3)
 
 
 # ---------------------------------------------------------------- the command
