@@ -61,6 +61,8 @@ ARROWS = {"true gradient": ("#15803d", 4), "mean of many batches": ("#1d4ed8", 3
 DPI = 160
 # Whose bars are drawn.
 SHOWN = ["divided by the answer length", "truncated answers masked", "format pays 0.0",
+         "format pays 0.0, divided by the standard deviation",
+         "format pays 0.0, divided by the mean (MaxRL)", "format pays 0.0, SIL, 2 best of 8",
          "KL 0.02 in the reward", "Dr. GRPO, G = 8", "G = 32", "only positive advantages",
          "divided by both, as in GRPO", "G = 2", "only negative advantages",
          "divided by the mean (MaxRL)", "SIL, 2 best of 8", "divided by the standard deviation"]
@@ -82,6 +84,7 @@ def sil(k: int) -> Estimator:
 
 
 DEFAULT = "Dr. GRPO, G = 8"
+NO_FORMAT = {"format": 0.0}
 ESTIMATORS = {
     "G = 2": Estimator(2),
     "G = 4": Estimator(4),
@@ -102,7 +105,12 @@ ESTIMATORS = {
     "SIL, 1 best of 8": sil(1),
     "SIL, 2 best of 8": sil(2),
     "SIL, 4 best of 8": sil(4),
-    "format pays 0.0": Estimator(pays={"format": 0.0}),
+    "format pays 0.0": Estimator(pays=NO_FORMAT),
+    "format pays 0.0, divided by the standard deviation": Estimator(
+        keys={"scale_rewards": "group"}, pays=NO_FORMAT),
+    "format pays 0.0, divided by the mean (MaxRL)": Estimator(
+        keys={"scale_rewards": "mean"}, pays=NO_FORMAT),
+    "format pays 0.0, SIL, 2 best of 8": dataclasses.replace(sil(2), pays=NO_FORMAT),
     "format pays 1.0": Estimator(pays={"format": 1.0}),
     "temperature 0.6": Estimator(temperature=0.6),
     "temperature 1.4": Estimator(temperature=1.4),
@@ -525,7 +533,8 @@ def means_table(models: dict[str, dict]) -> str:
 
 # ---------------------------------------------------------------- what runs made of it
 
-RUN_OF = {"format pays 0.0": experiments.ANSWER_PAYS}  # where the run's name differs
+# Where the run's name differs.
+RUN_OF = {name: name.replace("format pays 0.0", experiments.ANSWER_PAYS) for name in ESTIMATORS}
 
 
 def ends_of_runs(records: dict) -> dict[str, list[float]]:
@@ -533,7 +542,7 @@ def ends_of_runs(records: dict) -> dict[str, list[float]]:
     seed}, best first, from what bench/experiments.py keeps."""
     ends = {}
     for name in ESTIMATORS:
-        run = RUN_OF.get(name, name)
+        run = RUN_OF[name]
         titles = [experiments.title_of(run, seed, SEEDS) for seed in SEEDS.seeds]
         if all(title in records for title in titles):
             ends[name] = [records[title]["curve"][-1]["solved"] for title in titles]
@@ -553,7 +562,7 @@ def verdicts_table(figures: dict, records: dict) -> str:
     for name, ends in ends_of_runs(records).items():
         if DIFFERENCE not in figures.get(name, {}):
             continue
-        run = RUN_OF.get(name, name)
+        run = RUN_OF[name]
         claim = experiments.Claim("", "", experiments.SOLVED, more=run, less=DEFAULT)
         effect = experiments.effect_of(claim, records, SEEDS)
         end = [effect.difference, effect.half_width]
@@ -573,7 +582,7 @@ def draw(models: dict[str, dict], records: dict, path: Path) -> None:
     last = list(models.values())[-1]
     names = sorted([name for name in SHOWN if name in last],
                    key=lambda name: last[name][COSINE][0] or 0.0, reverse=True)
-    figure = Figure(figsize=(6, 0.5 * len(names) + 2), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(6, 0.55 * len(names) + 2), layout="constrained", facecolor="white")
     cosines, runs = figure.subplots(1, 2, sharey=True)
     draw_cosines(cosines, models, names)
     draw_runs(runs, ends_of_runs(records), names)
