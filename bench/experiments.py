@@ -420,6 +420,7 @@ def draw_panel(axes: Axes, runs: list[str], known: dict, options: argparse.Names
     first, and at which step that is, unless it is the end of the first run."""
     first_run = series(known[title_of(runs[0], options.seeds[0], options)], SOLVED)
     end_of_first_run, _ = first_run[-1]
+    ends = []  # of the means, each with its line
     for run, colour in zip(runs, COLOURS):
         curves = [series(known[title_of(run, seed, options)], SOLVED) for seed in options.seeds]
         for curve in curves:
@@ -429,14 +430,15 @@ def draw_panel(axes: Axes, runs: list[str], known: dict, options: argparse.Names
         name = DEFAULT if run == ANSWER_PAYS else run.removeprefix(f"{ANSWER_PAYS}, ")
         when = "" if steps[-1] == end_of_first_run else f" at step {steps[-1]}"
         label = textwrap.fill(f"{means[-1]:.2f}{when}, {name}", width=24)
-        axes.plot(steps, means, color=colour, linewidth=2.5, marker="o", markersize=5, label=label)
+        [line] = axes.plot(
+            steps, means, color=colour, linewidth=2.5, marker="o", markersize=5, label=label)
+        ends.append((means[-1], line))
     axes.set_ylim(0, 1 if TINY in runs else 0.5)
     axes.grid(alpha=0.3)
     axes.tick_params(labelsize=12)
-    handles, labels = axes.get_legend_handles_labels()
-    labels, handles = zip(*sorted(zip(labels, handles), key=lambda row: row[0], reverse=True))
-    axes.legend(handles, labels, loc="upper left", bbox_to_anchor=(1, 1.08), fontsize=12,
-                frameon=False, handlelength=1, labelspacing=0.3)
+    ends.sort(key=lambda end: end[0], reverse=True)
+    axes.legend(handles=[line for _, line in ends], loc="upper left", bbox_to_anchor=(1, 1.08),
+                fontsize=12, frameon=False, handlelength=1, labelspacing=0.3)
 
 
 # ---------------------------------------------------------------- the command
