@@ -40,7 +40,9 @@ STANDARD_DEVIATION = "divided by the standard deviation"
 ANSWER_LENGTH = "divided by the answer length"
 MEAN = "divided by the mean (MaxRL)"
 SIL = "SIL, 2 best of 8"
+BOTH = "divided by both, as in GRPO"
 PUBLISHED = "GRPO as published"
+MASKED = "truncated answers masked"
 # A second name after it says what else differs from the default.
 ANSWER_PAYS = "only the answer pays"
 
@@ -64,13 +66,17 @@ RUNS: dict[str, dict] = {
     "G = 32": {QUESTIONS: 4, GROUP: "[32,32]"},
     STANDARD_DEVIATION: BY_STANDARD_DEVIATION,
     ANSWER_LENGTH: BY_ANSWER_LENGTH,
+    BOTH: BY_STANDARD_DEVIATION | BY_ANSWER_LENGTH,
     PUBLISHED: BY_STANDARD_DEVIATION | BY_ANSWER_LENGTH | KL_IN_LOSS,
     MEAN: BY_MEAN,
     SIL: BEST_OF_8,
     ANSWER_PAYS: NO_FORMAT,
     f"{ANSWER_PAYS}, {STANDARD_DEVIATION}": NO_FORMAT | BY_STANDARD_DEVIATION,
+    f"{ANSWER_PAYS}, {PUBLISHED}": (
+        NO_FORMAT | BY_STANDARD_DEVIATION | BY_ANSWER_LENGTH | KL_IN_LOSS),
     f"{ANSWER_PAYS}, {MEAN}": NO_FORMAT | BY_MEAN,
     f"{ANSWER_PAYS}, {SIL}": NO_FORMAT | BEST_OF_8,
+    MASKED: {"training.mask_truncated": "true"},
     "only positive advantages": {PROGRAM: ["bench/variants.py", "rewarded"]},
     "only negative advantages": {PROGRAM: ["bench/variants.py", "punished"]},
     "four updates": FOUR,
@@ -116,6 +122,10 @@ CLAIMS = [
     Claim("dividing by the answer length makes wrong answers longer", "2503.20783", WRONG,
           ANSWER_LENGTH, DEFAULT),
     Claim("GRPO as published falls behind", "2503.20783", SOLVED, DEFAULT, PUBLISHED),
+    Claim("GRPO as published falls behind, where only the answer pays", "2503.20783", SOLVED,
+          ANSWER_PAYS, f"{ANSWER_PAYS}, {PUBLISHED}"),
+    Claim("the KL term of GRPO as published holds it back", "2503.20783", SOLVED, BOTH, PUBLISHED),
+    Claim("masking truncated answers helps", "2503.14476", SOLVED, MASKED, DEFAULT),
     Claim("dividing by the mean falls behind", "", SOLVED, DEFAULT, MEAN),
     Claim("dividing by the mean falls behind, where only the answer pays", "", SOLVED,
           ANSWER_PAYS, f"{ANSWER_PAYS}, {MEAN}"),
@@ -384,7 +394,8 @@ PANELS = {
     "The answer pays 1.0, and the format 0.1": [
         DEFAULT, MEAN, SIL, STANDARD_DEVIATION, PUBLISHED],
     "Only the answer pays": [
-        ANSWER_PAYS, *[f"{ANSWER_PAYS}, {run}" for run in (MEAN, SIL, STANDARD_DEVIATION)]],
+        ANSWER_PAYS,
+        *[f"{ANSWER_PAYS}, {run}" for run in (MEAN, SIL, STANDARD_DEVIATION, PUBLISHED)]],
     "One half of the advantages": [
         DEFAULT, "only positive advantages", "only negative advantages"],
     "Four updates, twice the learning rate": [DEFAULT, "four updates, clipped", "four updates"],
