@@ -294,7 +294,7 @@ def policy_loss(
     Why not the ratio of PPO? It corrects for a policy that has changed since it sampled. With one
     update for each batch it has not. The ratio is 1, and its gradient is that of log_prob.
 
-    Why this normalizer? A constant only sets the scale. A division by the answer's own length would
+    Why this normalizer? A constant only sets the scale. Division by the length of the answer would
     give tokens of short answers more weight than those of long ones. All sums are over all ranks,
     so it does not matter how answers are split into micro-batches or ranks.
 

@@ -121,6 +121,7 @@ CLAIMS = [
           "2503.20783", SOLVED, ANSWER_PAYS, f"{ANSWER_PAYS}, {STANDARD_DEVIATION}"),
     Claim("dividing by the answer length makes wrong answers longer", "2503.20783", WRONG,
           ANSWER_LENGTH, DEFAULT),
+    Claim("dividing by both falls behind", "", SOLVED, DEFAULT, BOTH),
     Claim("GRPO as published falls behind", "2503.20783", SOLVED, DEFAULT, PUBLISHED),
     Claim("GRPO as published falls behind, where only the answer pays", "2503.20783", SOLVED,
           ANSWER_PAYS, f"{ANSWER_PAYS}, {PUBLISHED}"),
