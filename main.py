@@ -348,14 +348,15 @@ def policy_gradient(run: Run, answers: list[Trajectory]) -> dict[str, float]:
     policy.train()  # `generate` sets eval mode again.
     policy.zero_grad(set_to_none=False)  # Gradients stay in DistributedDataParallel's buffers.
     statistics = UpdateStatistics(training)
-    # A rank without a micro-batch has one idle pass. (With `shard`, all need equally many passes.)
+    # Gradients of micro-batches add up on their rank. Each rank shares its sum once, in its last
+    # backward pass. A rank without micro-batches takes part with an idle pass, of zeros.
+    # (With `shard` every pass is shared, so all ranks make equally many. `no_sync` does nothing.)
     batches, num_idle_passes = batches_in_step(learned, training)
     for batch in batches:
         if training.kl_beta:
             add_reference_log_probs(run, batch)  # a variant
-        # The ranks share their gradients once, in the last backward pass. `no_sync` has to include
-        # the forward pass, where DistributedDataParallel prepares. (With `shard` it does nothing.)
         is_last = batch is batches[-1]
+        # `no_sync` has to include the forward pass, where DistributedDataParallel prepares.
         with nullcontext() if is_last else policy.no_sync():
             token_log_probs, entropies = policy(batch)
             if batch[0].old_log_probs is None:  # In the first update. For metrics and variants.
@@ -365,7 +366,6 @@ def policy_gradient(run: Run, answers: list[Trajectory]) -> dict[str, float]:
             (loss * WORLD_SIZE).backward()
         statistics.add(loss=loss, entropy=entropies.sum(), tokens=len(token_log_probs), **watched)
         run.log.advance(len(batch))
-    # So every rank shares once: in its last micro-batch, or in an idle pass that contributes zeros.
     backward_idly(policy, num_idle_passes)
     max_norm = training.max_grad_norm or math.inf
     grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), max_norm)
