@@ -1,5 +1,6 @@
 """What a person sees of a run, what its folder keeps of it, and what MLflow gets."""
 
+import io
 import json
 import re
 import runpy
@@ -15,6 +16,7 @@ import one_run
 import pytest
 from conftest import DRAW_CURVES, SMALL, make_config, read_jsonl, run_main, start
 from processes import ROOT, ranks
+from tqdm import tqdm
 
 import logger
 import main
@@ -300,6 +302,7 @@ def test_a_bar_of_rank_0_fits_the_terminal_and_wipes_itself_out(
         columns, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
     log = make_logger(tmp_path, capsys, is_terminal=True)
+    left_open = tqdm(total=1, file=io.StringIO())  # by some library
 
     show_progress(log)
 
@@ -314,6 +317,7 @@ def test_a_bar_of_rank_0_fits_the_terminal_and_wipes_itself_out(
     monkeypatch.setattr(logger, "RANK", 1)
     show_progress(log)
     assert capsys.readouterr().out == ""
+    left_open.close()
 
 
 def test_without_a_terminal_progress_is_a_line_now_and_then(tmp_path, capsys, monkeypatch):
