@@ -289,7 +289,7 @@ def policy_loss(
     Why the advantage and not the reward? The gradient of log_prob(answer) is 0 on average, so the
     same number may be subtracted from all rewards. The group's mean takes away noise. Without it,
     nearly every answer to an easy question would push as hard as a rare right answer to a hard one.
-    It includes the answer itself, which only scales the gradient by 1 - 1 / group_size.
+    The mean includes the answer itself, which only scales the gradient by 1 - 1 / group_size.
 
     Why not the ratio of PPO? It corrects for a policy that has changed since it sampled. With one
     update for each batch it has not. The ratio is 1, and its gradient is that of log_prob.

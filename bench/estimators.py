@@ -533,7 +533,7 @@ def means_table(models: dict[str, dict]) -> str:
 
 # ---------------------------------------------------------------- what runs made of it
 
-# Where the run's name differs.
+# {estimator: its run}
 RUN_OF = {name: name.replace("format pays 0.0", experiments.ANSWER_PAYS) for name in ESTIMATORS}
 
 

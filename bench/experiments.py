@@ -50,9 +50,10 @@ USUAL = {PROGRAM: ["main.py"], CONFIG: "recipes/lab.yaml", QUESTIONS: 16}
 ON_TINY = {CONFIG: "config.yaml", "training.max_steps": 100}
 BY_STANDARD_DEVIATION = {"training.scale_rewards": "group"}
 BY_ANSWER_LENGTH = {"training.loss_normalizer": "sequence"}
+BY_BOTH = BY_STANDARD_DEVIATION | BY_ANSWER_LENGTH
 BY_MEAN = {"training.scale_rewards": "mean"}
 BEST_OF_8 = {"training.learning_type": "sil", GROUP: "[2,8]"}
-KL_IN_LOSS = {"training.kl_beta": 0.04, "training.kl_in": "loss"}
+AS_PUBLISHED = BY_BOTH | {"training.kl_beta": 0.04, "training.kl_in": "loss"}
 FOUR = {"training.updates_per_batch": 4, "training.learning_rate": "1.0e-4",
         "training.max_steps": 30}
 FOOLED = {"task.name": "tests/tasks/yes_is_enough.py"}
@@ -66,14 +67,13 @@ RUNS: dict[str, dict] = {
     "G = 32": {QUESTIONS: 4, GROUP: "[32,32]"},
     STANDARD_DEVIATION: BY_STANDARD_DEVIATION,
     ANSWER_LENGTH: BY_ANSWER_LENGTH,
-    BOTH: BY_STANDARD_DEVIATION | BY_ANSWER_LENGTH,
-    PUBLISHED: BY_STANDARD_DEVIATION | BY_ANSWER_LENGTH | KL_IN_LOSS,
+    BOTH: BY_BOTH,
+    PUBLISHED: AS_PUBLISHED,
     MEAN: BY_MEAN,
     SIL: BEST_OF_8,
     ANSWER_PAYS: NO_FORMAT,
     f"{ANSWER_PAYS}, {STANDARD_DEVIATION}": NO_FORMAT | BY_STANDARD_DEVIATION,
-    f"{ANSWER_PAYS}, {PUBLISHED}": (
-        NO_FORMAT | BY_STANDARD_DEVIATION | BY_ANSWER_LENGTH | KL_IN_LOSS),
+    f"{ANSWER_PAYS}, {PUBLISHED}": NO_FORMAT | AS_PUBLISHED,
     f"{ANSWER_PAYS}, {MEAN}": NO_FORMAT | BY_MEAN,
     f"{ANSWER_PAYS}, {SIL}": NO_FORMAT | BEST_OF_8,
     MASKED: {"training.mask_truncated": "true"},

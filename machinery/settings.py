@@ -160,7 +160,7 @@ class Parser(argparse.ArgumentParser):
 
 def load_config(arguments: list[str]) -> Config:
     """Returns the settings. A file overrides config.yaml, and the command line overrides both."""
-    parser = Parser("main.py", description="GRPO in one file: reinforcement learning for language "
+    parser = Parser("main.py", description="GRPO in one file: reinforcement learning of language "
                     "models, from question to update. config.yaml explains every key.")
     parser.add_argument("--config", metavar="file.yaml", action="append", default=[],
                         help="a file whose keys override config.yaml")

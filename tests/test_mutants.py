@@ -1,7 +1,8 @@
 """Every fault in mutants.py is noticed by the regular test that it names."""
 
 import pytest
-from mutants import MUTANTS, ROOT, first_failure
+from mutants import MUTANTS, first_failure
+from processes import ROOT
 
 
 def test_every_fault_can_be_put_into_the_sources():
