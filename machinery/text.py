@@ -188,7 +188,6 @@ def progress_bar(name: str, total: int, is_terminal: bool) -> tqdm:
         miniters=1,
         delay=0.2,
         leave=False,
-        position=0,  # Another bar that somebody left open does not move this one.
         ncols=min(59, columns()),
         nrows=24,  # A terminal may not know its height.
         bar_format="{desc} {n_fmt}/{total_fmt} [{bar:16}] {rate_fmt}, {remaining} left",

@@ -1,12 +1,12 @@
 """What a person sees of a run, what its folder keeps of it, and what MLflow gets."""
 
-import io
 import json
 import re
 import runpy
 import shlex
 import socket
 import sys
+import threading
 import time
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -16,7 +16,6 @@ import one_run
 import pytest
 from conftest import DRAW_CURVES, SMALL, make_config, read_jsonl, run_main, start
 from processes import ROOT, ranks
-from tqdm import tqdm
 
 import logger
 import main
@@ -198,12 +197,18 @@ def test_a_server_that_never_answers_does_not_hold_training_up(tmp_path, monkeyp
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.getsockname()[1]}")
         # Waiting for it would take longer than a test may take.
         monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "10000")
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
         monkeypatch.setitem(logger.SECONDS_TO_END_MLFLOW, "FINISHED", 1)
 
         assert start([*WITH_MLFLOW, f"run.dir={tmp_path}"]) == 0
 
+    # Now that the server has gone, the thread says so. This must not happen in another test.
+    for thread in threading.enumerate():
+        if "_serve_mlflow" in thread.name:
+            thread.join()
     said = capsys.readouterr().out
     assert said.count("warning: MLflow is slow to answer") == 1 and "step    1 " in said
+    assert said.count("warning: MLflow failed") == 1
 
 
 # ---------------------------------------------------------------- what is shown and kept
@@ -302,7 +307,6 @@ def test_a_bar_of_rank_0_fits_the_terminal_and_wipes_itself_out(
         columns, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
     log = make_logger(tmp_path, capsys, is_terminal=True)
-    left_open = tqdm(total=1, file=io.StringIO())  # by some library
 
     show_progress(log)
 
@@ -317,7 +321,6 @@ def test_a_bar_of_rank_0_fits_the_terminal_and_wipes_itself_out(
     monkeypatch.setattr(logger, "RANK", 1)
     show_progress(log)
     assert capsys.readouterr().out == ""
-    left_open.close()
 
 
 def test_without_a_terminal_progress_is_a_line_now_and_then(tmp_path, capsys, monkeypatch):
