@@ -12,21 +12,26 @@ import logging
 import os
 import re
 import shlex
+import shutil
 import sys
+import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Self
 
 import yaml
+from torch import nn
+from tqdm.std import TRLock, tqdm
 
-from machinery import advice, text
-from machinery.checkpoints import RunFolder
-from machinery.errors import UserError, describe, is_out_of_memory
+from machinery.errors import describe, errors_of_phase, shortened, visible
+from machinery.metrics import look_at_first_step
 from machinery.ranks import DEVICE, RANK, WORLD_SIZE
+from machinery.runs import RunFolder
 from machinery.settings import ROOT, Config, flatten
+from machinery.tasks import Task
 
 SECONDS_BETWEEN_DRAWINGS = 60
 SECONDS_TO_END_MLFLOW = {"FINISHED": 60, "FAILED": 5}  # For all that it has not been told yet.
@@ -35,6 +40,8 @@ CURVES = {  # {metric: its title, as in the lines of a run, and its unit}
     "solved": ("solved", "share"), "best_of_n": ("best of {n}", "share"),
     "reward": ("reward", "points"), "completion_length": ("length", "tokens"),
     "truncated": ("truncated", "share"), "groups_without_signal": ("no signal", "share")}
+tqdm.monitor_interval = 0  # No thread that looks after bars.
+tqdm.set_lock(TRLock())  # No lock that the processes of a reward would share.
 
 
 class Logger:
@@ -44,16 +51,16 @@ class Logger:
         self.config = config
         self.folder = folder
         self.path = folder.path
-        self.is_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         self.history: list[dict] = []  # What metrics.jsonl holds.
         self.steps_done = 0
+        self.running = ""  # the phase that is running
+        self.bar = tqdm(disable=True)  # its bar
         self.seconds: dict[str, float] = {}  # Of each phase when it last ran.
-        self.bar = text.progress_bar("", 0, self.is_terminal)  # Of the phase that is running.
         self.last_drawing = time.monotonic()
-        self.has_weighed_saving = False
         self.mlflow: Thread | None = None
         self.mlflow_calls: SimpleQueue = SimpleQueue()  # What the thread is still to do.
-        self.say(f"loading {config.model.name} and the data of {config.task.name} ...")
+        if RANK == 0:
+            print(f"loading {config.model.name} and the data of {config.task.name} ...")
 
     def __enter__(self) -> Self:
         return self
@@ -62,74 +69,79 @@ class Logger:
         if error:
             self._end_mlflow("FAILED")
 
-    def say(self, line: str) -> None:
-        if RANK == 0:
-            print(line)
-
-    def start(self, run: Any) -> None:
+    def start(
+        self, step: int, task: Task, model: nn.Module, num_training: int, num_validation: int
+    ) -> None:
         """Writes the settings, and says what kind of run this is."""
-        self.steps_done = run.step
+        self.steps_done = step
+        self.solved = task.SOLVED
         if RANK != 0:
             return
-        self.solved = run.task.SOLVED
         settings = self.config.model_dump(mode="json")
         settings["run"]["name"] = self.path.name
         self.folder.write("config.yaml", yaml.safe_dump(settings, sort_keys=False))
         (self.path / "summary.json").unlink(missing_ok=True)  # Of an earlier start.
-        self.config = run.config  # Now it has the size of a micro-batch.
         self.history = self.folder.read("metrics.jsonl")
         for note in self.folder.notes:
-            print(note)
-        print(text.start_lines(run, WORLD_SIZE, DEVICE.type))
-        for note in advice.notes_on_sharding(self.config, WORLD_SIZE):
-            print(text.wrap(note))
+            print(wrap(note))
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        num_questions = self.config.training.num_samples_per_step
+        print(wrap(
+            f"{num_parameters / 1e6:,.1f} M parameters on {WORLD_SIZE} x {DEVICE.type}. "
+            f"{num_training:,} questions to train on, {num_questions} x {WORLD_SIZE} per step with "
+            f"{self.config.training.group_size} answers to each. "
+            f"{num_validation:,} questions are held out. "
+            f"Every setting is in {self.path / 'config.yaml'}"))
         if self.config.logging.mlflow:
             self.mlflow = Thread(target=self._serve_mlflow, daemon=True)
             self.mlflow.start()
 
-    @property
-    def first_evaluation(self) -> dict | None:
-        """The evaluation at step 0, before training."""
-        return next((entry for entry in self.history if entry["step"] == 0), None)
+    # ------------------------------------------------------------ while it runs
 
     @contextmanager
-    def phase(self, name: str, total: int = 0) -> Iterator[None]:
-        """Shows how far a phase is, and measures its seconds. Some errors come with advice."""
+    def phase(self, name: str) -> Iterator[None]:
+        """Measures the seconds of a phase. Some errors come with advice."""
         started = time.perf_counter()
-        self.bar = text.progress_bar(name, total if RANK == 0 else 0, self.is_terminal)
+        self.running = name
         try:
-            yield
-        except Exception as error:
-            if is_out_of_memory(error):
-                remedy = advice.out_of_memory(name, self.config)
-                raise UserError(f"out of memory in phase {name}: {remedy}") from error
-            if re.search("probability tensor contains|device-side assert", str(error)):
-                after = f"after step {self.steps_done} {advice.OUT_OF_RANGE}"
-                raise UserError(after if self.steps_done else advice.NO_NUMBERS) from error
-            raise
+            with errors_of_phase(name, self.steps_done):
+                yield
         finally:
             self.bar.close()
             self.seconds[name] = time.perf_counter() - started
 
-    def advance(self, count: int) -> None:
-        """Moves the bar of the phase that is running."""
-        self.bar.update(count)
+    def progress(self, items: Sequence) -> Iterator:
+        """Yields the items, and shows how many of them the phase that is running has done."""
+        advance = self.counter(len(items))
+        for item in items:
+            yield item
+            advance(1)
+
+    def counter(self, total: int) -> Callable[[int], object]:
+        """Shows a bar for the phase that is running, on a terminal. Returns what moves it."""
+        self.bar.close()
+        self.bar = tqdm(
+            desc=self.running,
+            total=total,
+            disable=RANK != 0 or not sys.stdout.isatty(),
+            file=sys.stdout,
+            miniters=1,
+            delay=0.2,
+            leave=False,
+            ncols=min(59, columns()),
+            bar_format="{desc} {n_fmt}/{total_fmt} [{bar:16}] {rate_fmt}, {remaining} left",
+        )
+        return self.bar.update
 
     def step(self, step: int, metrics: dict[str, float | None]) -> None:
         self.steps_done = step
         if RANK != 0:
             return
         self._keep(step, metrics)
-        seconds = sum(metrics[name] for name in metrics if name.startswith("seconds/"))
-        print(text.step_line(step, seconds, metrics))
+        print(step_line(step, metrics))
         if step == 1:
-            for line in advice.look_at_first_step(metrics, self.config):
-                print(text.wrap(line, "  "))
-        if "save" in self.seconds and not self.has_weighed_saving:
-            self.has_weighed_saving = True
-            remark = advice.slow_saving(self.seconds["save"], seconds, self.config)
-            if remark:
-                print(text.wrap(remark, "  "))
+            for line in look_at_first_step(metrics, self.config):
+                print(wrap(line, "  "))
         if time.monotonic() - self.last_drawing > SECONDS_BETWEEN_DRAWINGS:
             self._draw_curves()
 
@@ -137,15 +149,21 @@ class Logger:
         """Rank 0 alone calls this, because it has the answers of all ranks."""
         self._keep(step, metrics)
         self._keep_samples(step, groups)
-        line = text.evaluation_line(step, self.config.validation.best_of_n, metrics)
-        print(text.bold(line, self.is_terminal))
-        answers = [group[0] for group in groups[:3]]
-        prompts = [answer.question.row["prompt"] for answer in answers]
+        print(evaluation_line(step, self.config.validation.best_of_n, metrics))
         if step == 0:
-            print(text.wrap(f"a question as the model sees it:\n{prompts[0]}", "  "))
-        for answer, prompt in zip(answers, text.without_shared_words(prompts)):
-            print(text.answer_lines(prompt, answer))
+            prompt = groups[0][0].question.row["prompt"]
+            print(wrap(f"a question as the model sees it:\n{prompt}", "  "))
+        for group in groups[:3]:
+            print(answer_lines(group[0].question.row["prompt"], group[0]))
         self._draw_curves()
+
+    def how_it_was_made(self) -> dict[str, Any]:
+        """Returns the settings, and the evaluations before training and of the newest model."""
+        last = self.history[-1]
+        return {"step": last["step"], "before_training": self.history[0], "now": last,
+                "settings": self.config.model_dump(mode="json")}
+
+    # ------------------------------------------------------------ what is kept
 
     def _keep(self, step: int, metrics: dict[str, float | None]) -> None:
         self.history.append({"step": step, **metrics})
@@ -163,10 +181,6 @@ class Logger:
                     "reward": answer.reward, **answer.reward_parts,
                     "truncated": answer.is_truncated, "completion_length": answer.num_tokens})
         self.folder.append("samples.jsonl", samples)
-        table: dict[str, list] = {}
-        for key in samples[0]:
-            table[key] = [sample[key] for sample in samples]
-        self._tell_mlflow("log_table", table, f"samples/step-{step:06d}.json")
 
     def finish(self) -> None:
         """Says what the run has gained, where its best model is, and what to do with it."""
@@ -174,40 +188,31 @@ class Logger:
             return
         summary = self._summary()
         self.folder.write("summary.json", json.dumps(summary) + "\n")
-        result = text.result_lines(summary, self.config.validation.best_of_n)
-        print(text.bold(result, self.is_terminal))
-        best = summary["best"]
+        print(result_line(summary, self.config.validation.best_of_n))
         folder = self.path / "best"
-        if best is None:
-            print(f"warning: {folder} is missing, or belongs to another run")
-        else:
-            if best["step"] == 0 < summary["steps"]:
-                print("no evaluation was better than the one before training")
-            print(f"the best model, of step {best['step']}, is in {folder}")
+        if summary["best"]["step"] == 0 < summary["steps"]:
+            print("no evaluation was better than the one before training")
+        print(f"the best model, of step {summary['best']['step']}, is in {folder}")
         examples = os.path.relpath(ROOT / "examples")
         look = [sys.executable, f"{examples}/one_run.py", str(self.path)]
         print(f"look at it: {shlex.join(look)}")
-        if best and self.config.task.name == "countdown":
+        if self.config.task.name == "countdown":
             ask = [sys.executable, f"{examples}/ask.py", "--model", str(folder)]
             print(f"try it: {shlex.join([*ask, '3', '7', '25', '=', '68'])}")
         for name in ARTIFACTS:
-            if (self.path / name).exists():  # A branch of a finished run has drawn no curves.
-                self._tell_mlflow("log_artifact", str(self.path / name))
+            self._tell_mlflow("log_artifact", str(self.path / name))
         self._end_mlflow("FINISHED")
-        if not self.is_terminal:
+        if not sys.stdout.isatty():
             print(json.dumps(summary))
 
     def _summary(self) -> dict[str, Any]:
         evaluations = {entry["step"]: entry for entry in self.history if "eval/solved" in entry}
-        # A branch has the history of another run, so only the link knows what is in best/.
-        folder = self.path / "best"
-        saved = re.match(r"best-(\d+)", folder.resolve().name) if folder.exists() else None
-        step = int(saved[1]) if saved else None
+        [best_step] = re.findall(r"best-(\d+)", (self.path / "best").resolve().name)
         last = self.history[-1]
         return {"run": self.path.name, "folder": str(self.path), "steps": last["step"],
                 "seconds": round(self.folder.seconds(), 1),
-                "first": self.first_evaluation, "last": last,
-                "best": evaluations.get(step, {"step": step}) if saved else None}
+                "first": self.history[0], "last": last,
+                "best": evaluations[int(best_step)]}
 
     def _draw_curves(self) -> None:
         from matplotlib.figure import Figure  # Importing it takes a second.
@@ -259,7 +264,7 @@ class Logger:
             for function, arguments, named in iter(self.mlflow_calls.get, None):
                 getattr(mlflow, function)(*arguments, **named)
         except Exception as error:  # noqa: BLE001, whatever it is, it must not reach training
-            reason = f"{type(error).__name__}: {text.without_password(describe(error))}"
+            reason = f"{type(error).__name__}: {without_password(describe(error))}"
             print(f"warning: MLflow failed ({reason}), and the run continues without it")
 
     def _start_mlflow(self, mlflow: Any) -> None:
@@ -276,12 +281,80 @@ class Logger:
         run = mlflow.start_run(run_id, run_name=self.path.name, log_system_metrics=True)
         id_file.write_text(run.info.run_id)
         where = mlflow.get_tracking_uri()
-        page = f"#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}"
-        if where.startswith("http"):
-            print(f"MLflow: {text.without_password(where)}/{page} shows this run")
-        else:
-            print(f"MLflow: http://127.0.0.1:5000/{page} after "
-                  f"`mlflow ui --backend-store-uri {where}` shows this run")
+        print(f"MLflow: run {run.info.run_id} at {without_password(where)}")
         settings = flatten(self.config) | {"run.name": self.path.name}
         new_keys = settings.keys() - run.data.params.keys()  # The others cannot be changed there.
         mlflow.log_params({key: settings[key] for key in new_keys})
+
+
+# ---------------------------------------------------------------- lines
+
+def step_line(step: int, metrics: dict[str, float | None]) -> str:
+    """Returns what matters most of a step, in 79 columns. metrics.jsonl has the rest."""
+    note = ""
+    if not metrics["updated"]:
+        note = "  nothing to learn from"
+    if metrics["non_finite"]:
+        note = "  skipped: the gradient is not finite"
+    seconds = sum(metrics[name] for name in metrics if name.startswith("seconds/"))
+    return (
+        f"step {step:>4}  reward {metrics['reward']:.3f}  solved {metrics['solved']:.3f}  "
+        f"length {metrics['completion_length']:3.0f}  {seconds:4.1f} s  "
+        f"no signal {metrics['groups_without_signal']:.2f}{note}")
+
+
+def evaluation_line(step: int, best_of_n: int, metrics: dict[str, float]) -> str:
+    return (
+        f"evaluation at step {step}:  solved {with_interval(metrics, 'eval/solved')}  "
+        f"best of {best_of_n} {metrics['eval/best_of_n']:.3f}  "
+        f"length {metrics['eval/completion_length']:.0f}")
+
+
+def with_interval(metrics: dict[str, float], name: str) -> str:
+    """Returns a metric with its 95 % interval, like 0.396 (0.356–0.438)."""
+    low = metrics[f"{name}_low"]
+    high = metrics[f"{name}_high"]
+    return f"{metrics[name]:.3f} ({low:.3f}–{high:.3f})"
+
+
+def answer_lines(prompt: str, answer: Any) -> str:
+    """Returns the beginning of a prompt, an answer to it, and its rewards."""
+    parts = [f"{name} {value:.2f}" for name, value in answer.reward_parts.items()]
+    return "\n".join([
+        "  " + textwrap.shorten(visible(prompt), columns() - 2, placeholder=" ..."),
+        wrap(shortened(answer.completion.strip(), 600), "    "),
+        wrap(f"-> reward {answer.reward:.2f} ({', '.join(parts)})", "    "),
+    ])
+
+
+def result_line(summary: dict[str, Any], best_of_n: int) -> str:
+    """Returns what a run has gained."""
+    labels = {"solved": "solved", "reward": "reward", "best_of_n": f"best of {best_of_n}"}
+    gains = []
+    for name, label in labels.items():
+        first, last = (summary[when][f"eval/{name}"] for when in ("first", "last"))
+        gains.append(f"{label} {first:.3f} -> {last:.3f}")
+    return wrap(f"{', '.join(gains)}, in {summary['steps']} steps and {summary['seconds']:,.0f} s")
+
+
+def without_password(text: str) -> str:
+    return re.sub(r"//[^/@\s]*@", "//", text)  # As in http://user:password@server.
+
+
+def columns() -> int:
+    """Returns how many characters a line may have: 79 where the width is not known."""
+    return shutil.get_terminal_size().columns - 1
+
+
+def wrap(text: str, indent: str = "") -> str:
+    """Returns the text as indented lines that fit the screen."""
+    lines = []
+    for line in visible(text).split("\n"):
+        lines.append(textwrap.fill(
+            line,
+            width=max(40, columns()),
+            initial_indent=indent,
+            subsequent_indent=indent,
+            break_on_hyphens=False,
+        ))
+    return "\n".join(lines)

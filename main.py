@@ -8,19 +8,22 @@ answers. The model learns to give answers like the better ones more often. One t
   3. score                computes the reward of every answer.
   4. compute_advantages   compares every answer with the others to the same question. Its
                           advantage is its reward minus the mean reward of its group.
-  5. policy_loss          sums -advantage * log-probability of all tokens, divided by a constant.
-  6. learn                takes an AdamW step down the gradient of this loss over all ranks.
-  7. evaluate             now and then measures the model on questions that it never trains on.
+  5. learn                takes an AdamW step down the gradient of `policy_loss`. This is the sum of
+                          -advantage * log-probability of all tokens, divided by a constant.
+  6. evaluate             now and then measures the model on questions that it never trains on.
 
-An example with the settings of config.yaml and two ranks. Eight answers to one question have the
-rewards 1, 0, 0, 1, 0, 0, 0, 0. Their mean is 0.25, so a right answer has the advantage +0.75, and a
-wrong one has -0.25. The step has 2 ranks x 8 questions x 8 answers = 128 answers of at most 192
-tokens. So the loss has -0.75 / (128 x 192) times the log-probability of a right answer's token, and
-+0.25 / (128 x 192) times that of a wrong one's. A step down makes right answers more likely.
+An example with the settings of config.yaml and two ranks. The question is to make 56 of 29, 30 and
+3. A right answer ends with <answer>(30+29)-3</answer>, and has the reward 1.1: 1.0 for being right,
+and 0.1 for its format. A wrong one has 0.1 for its format. Eight answers to this question have the
+rewards 1.1, 0.1, 0.1, 1.1, 0.1, 0.1, 0.1, 0.1. Their mean is 0.35, so a right answer has the
+advantage +0.75, and a wrong one has -0.25. The step has 2 ranks x 8 questions x 8 answers = 128
+answers of at most 192 tokens. So the loss has -0.75 / (128 x 192) times the log-probability of each
+token of a right answer, and +0.25 / (128 x 192) times that of each token of a wrong one. A step
+down makes right answers more likely.
 
 This is Dr. GRPO, "GRPO done right" (Liu et al. 2025). It does not divide by the standard deviation
-of the rewards, nor by the length of an answer. The last section, "Variants", holds what other
-papers do differently. A key of config.yaml switches each variant on.
+of the rewards, nor by the length of an answer. The last section, "Variants", holds GRPO as it was
+published, and what other papers do. A key of config.yaml switches each variant on.
 
     torchrun --nproc-per-node=4 main.py    four GPUs, or four processes on a CPU
     python main.py training.seed=1         one process, with one setting changed
@@ -31,8 +34,6 @@ a docstring says "Collective", all ranks have to call that function, because the
 
 import machinery  # noqa: F401, I001  It prints a message before the slow imports below.
 import math
-import random
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from statistics import stdev
@@ -44,24 +45,21 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from logger import Logger
-from machinery.batches import backward_idly, batches_in_step, store_in_answers
-from machinery.card import model_card
 from machinery.check import check_model
-from machinery.checkpoints import RunFolder
-from machinery.evaluation import evaluation_metrics
-from machinery.launch import launch
-from machinery.memory import fit_into_memory
-from machinery.metrics import NOTHING_LEARNED, StepReport, UpdateStatistics
+from machinery.metrics import (NOTHING_LEARNED, StepReport, UpdateStatistics, count_skipped,
+                               evaluation_metrics)
 from machinery.model import (find_stop_ids, load_model, make_reference, make_sampler,
                              refresh_sampler, warm_up)
-from machinery.policy import HALF_PRECISION, compute_in_chunks, output_logits, states_before_tokens
-from machinery.ranks import (RANK, WORLD_SIZE, errors_on_all_ranks, random_stream, shuffled_order,
-                             sum_over_ranks)
+from machinery.passes import (HALF_PRECISION, compute_in_chunks, measure_in_batches, output_logits,
+                              pad_right, split_into_micro_batches, store_in_answers)
+from machinery.prompts import hidden_states
+from machinery.ranks import (RANK, WORLD_SIZE, errors_on_all_ranks, launch, random_seed,
+                             shuffled_order, sum_over_ranks)
+from machinery.runs import RunFolder
 from machinery.sampling import generate
-from machinery.schedule import count_skipped, is_due, learning_rate_at
-from machinery.settings import Config, TrainingSettings, load_config
+from machinery.settings import Config, TrainingSettings, is_due, load_config
 from machinery.sharding import Sharded, unsharded
-from machinery.tasks import (Question, Questions, Task, check_prompt_lengths, grade,
+from machinery.tasks import (Question, Task, check_prompt_lengths, encode_prompt, grade,
                              load_questions, load_task)
 
 
@@ -69,19 +67,19 @@ from machinery.tasks import (Question, Questions, Task, check_prompt_lengths, gr
 class Trajectory:
     """One sampled answer. Tensors of shape (tokens,) have one value for each sampled token.
 
-    Answers are not padded. In padded ones a stop token would look like padding, because in many
-    base models both have the same id."""
+    Answers are stored without padding. In padded ones a stop token would look like padding, because
+    in many base models both have the same id."""
 
     question: Question         # It holds the row of the data set, and the tokens of the prompt.
-    completion_ids: list[int]  # The sampled stop token is included.
-    completion: str            # This is the text without the stop token.
+    completion_ids: list[int]  # the tokens of the answer, with the sampled stop token
+    completion: str            # their text, without the stop token
     is_truncated: bool         # No stop token came within max_new_gen_tokens.
     reward_parts: dict[str, float] = field(default_factory=dict)
     reward: float = 0.0
     advantage: float = 0.0
-    old_log_probs: torch.Tensor | None = None        # (tokens,) before the step's first update
-    new_log_probs: torch.Tensor | None = None        # (tokens,) after its last, by StepReport
-    reference_log_probs: torch.Tensor | None = None  # (tokens,) of the model as it was loaded
+    old_log_probs: torch.Tensor | None = None        # (tokens,) by the policy, before it changes
+    new_log_probs: torch.Tensor | None = None        # (tokens,) by the policy after it, for metrics
+    reference_log_probs: torch.Tensor | None = None  # (tokens,) by the model as it was loaded
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -100,19 +98,19 @@ class Run:
     config: Config
     folder: RunFolder
     log: Logger
-    task: Task                       # countdown.py, or the file that task.name says
+    task: Task                    # countdown.py, or the file that task.name says
     tokenizer: PreTrainedTokenizerBase
-    stop_ids: list[int]              # Any of these tokens ends an answer.
-    training_questions: Questions
-    validation_questions: Questions
-    model: nn.Module                 # the weights that learn
-    sampler: nn.Module               # `model` itself, or a copy. It samples answers.
-    policy: DistributedDataParallel | Sharded  # a `Policy` of `model` with gradients of all ranks
-    reference: Callable | None       # the policy as it was loaded, frozen, for a KL penalty
+    stop_ids: list[int]           # Any of these tokens ends an answer.
+    training_rows: list[dict]     # A row has a "prompt", and what the task needs for the reward.
+    validation_rows: list[dict]   # These are held out.
+    model: nn.Module              # the weights that learn
+    sampler: nn.Module            # `model` itself, or a copy. It samples answers.
+    policy: DistributedDataParallel | Sharded  # a `Policy` of `model`, wrapped to share gradients
+    reference: nn.Module | None   # a `Policy` of the model as it was loaded, for a KL penalty
     optimizer: torch.optim.Optimizer
-    step: int                        # the number of training steps that have begun
-    best: tuple[float, float]        # its best_of_n and solved, compared in this order
-    last_evaluation: int | None      # the step after which the model was last evaluated
+    step: int                     # the number of training steps that have begun
+    best: tuple[float, float]     # best_of_n and solved of the best evaluation, known to rank 0
+    last_evaluation: int | None   # the step after which the model was last evaluated
 
 
 # ---------------------------------------------------------------- the algorithm
@@ -121,32 +119,33 @@ def training_step(run: Run) -> dict[str, float]:
     """Takes one step of Dr. GRPO. Returns what its last update was like. Collective."""
     run.step += 1
     training = run.config.training
-    num_sampled = training.num_samples_per_step * training.group_size  # own questions x answers
-    # Random numbers are a function of seed, step, purpose and rank. `random_stream` adds the rank.
-    stream = random_stream(training.seed, run.step, "train")
-    torch.manual_seed(stream.getrandbits(63))
+    # Random numbers are a function of seed, step, purpose and rank.
+    torch.manual_seed(random_seed(training.seed, run.step, "train"))
 
     # 1. and 2. Sample a group of answers to each of the next questions.
-    with run.log.phase("sample", num_sampled):
-        sampled_groups = sample(run, questions(run), training.group_size)
+    with run.log.phase("sample"):
+        groups = sample(run, questions(run), training.group_size)
 
     # 3. Score every answer.
-    with run.log.phase("score", num_sampled):
-        score(run, sampled_groups)
-    groups, all_groups = refill(run, sampled_groups)  # A variant. By default both are the same.
+    with run.log.phase("score"):
+        score(run, groups)
 
-    # 4. Compare every answer with its group. (Only a variant uses `stream` here.)
+    # 4. Compare every answer with its group.
     answers = []
     for group in groups:
-        answers += compute_advantages(group, training, stream)
+        answers += compute_advantages(group, training)
 
-    # 5. and 6. Compute the loss and its gradient, and update the weights.
-    report = StepReport(run, sampled_groups, all_groups)  # for metrics from before and after
-    with run.log.phase("learn", len(answers) * training.updates_per_batch):
+    # 5. Update the weights. `StepReport` measures before and after, and changes nothing. In step 1,
+    # and with each evaluation, it makes a forward pass more to see how log-probabilities change.
+    with run.log.phase("measure"):
+        report = StepReport(run.policy.module, run.task, run.config, run.step, groups)
+    with run.log.phase("learn"):
         updates = learn(run, answers)
-    run.log.step(run.step, report.metrics(answers, updates))
+    with run.log.phase("measure"):
+        metrics = report.metrics(answers, updates, run.log.seconds)
+    run.log.step(run.step, metrics)
 
-    # 7. Now and then, measure the model on questions that it never trains on.
+    # 6. Now and then, measure the model on questions that it never trains on.
     if is_due(run.step, run.config.validation.every, run.config):  # Also due after the last step.
         evaluate_and_keep_best(run)
     return updates[-1]
@@ -155,17 +154,23 @@ def training_step(run: Run) -> dict[str, float]:
 # ---------------------------------------------------------------- 1. questions
 
 def questions(run: Run) -> list[Question]:
-    """Returns this rank's questions of a step. All ranks together take the next ones in shuffled
-    order. So two ranks with 8 questions each take the same as one rank with 16."""
+    """Returns this rank's questions of a step, `num_samples_per_step` of them.
+
+    All ranks together take the next ones in shuffled order. So two ranks with 8 questions each take
+    the same as one rank with 16."""
     num_per_rank = run.config.training.num_samples_per_step
-    num_questions = len(run.training_questions)
+    num_rows = len(run.training_rows)
     first = ((run.step - 1) * WORLD_SIZE + RANK) * num_per_rank
     questions_of_step = []
     for position in range(first, first + num_per_rank):
-        epoch, offset = divmod(position, num_questions)
-        order = shuffled_order(num_questions, run.config.training.seed, epoch)
-        questions_of_step.append(run.training_questions[order[offset]])
+        epoch, offset = divmod(position, num_rows)
+        order = shuffled_order(num_rows, run.config.training.seed, epoch)
+        questions_of_step.append(make_question(run, run.training_rows[order[offset]]))
     return questions_of_step
+
+
+def make_question(run: Run, row: dict) -> Question:
+    return Question(row, encode_prompt(row, run.task, run.tokenizer, run.config))
 
 
 # ---------------------------------------------------------------- 2. sampling
@@ -185,9 +190,10 @@ def sample(run: Run, asked: list[Question], group_size: int) -> list[list[Trajec
         eos_token_id=run.stop_ids,
         pad_token_id=run.stop_ids[0],
     )
-    # Hugging Face's `generate`, made faster. Answers come without padding, with their stop token.
+    # This is Hugging Face's `generate`, called for 16 tokens at a time, so that answers that have
+    # ended can leave. Answers come without padding, with their stop token.
     completions = generate(
-        run.sampler, prompts, settings, config.sampling.max_rows, run.log.advance)
+        run.sampler, prompts, settings, config.sampling.max_rows, run.log.counter(len(prompts)))
     groups = []
     for i, question in enumerate(asked):
         completions_of_group = completions[i * group_size:(i + 1) * group_size]
@@ -205,25 +211,25 @@ def make_trajectory(run: Run, question: Question, completion_ids: list[int]) -> 
 # ---------------------------------------------------------------- 3. rewards
 
 def score(run: Run, groups: list[list[Trajectory]]) -> None:
-    """Sets the reward of every answer. It is a weighted sum of the parts that the task returns."""
-    for group in groups:
+    """Sets the reward of every answer. It is a weighted sum of the parts that the task returns.
+
+    Of a wrong answer in the right format, for example, the task returns {"format": 1.0, "answer":
+    0.0}. With the weights {"format": 0.1, "answer": 1.0} its reward is 0.1."""
+    for group in run.log.progress(groups):
         for answer in group:
-            answer.reward_parts = grade(run.task, answer)
+            answer.reward_parts = grade(run.task, answer.completion, answer.question.row)
             answer.reward = 0.0
             for part, weight in run.task.REWARD_WEIGHTS.items():
                 answer.reward += weight * answer.reward_parts[part]
-            run.log.advance(1)
 
 
 # ---------------------------------------------------------------- 4. advantages
 
-def compute_advantages(
-    group: list[Trajectory], training: TrainingSettings, stream: random.Random
-) -> list[Trajectory]:
+def compute_advantages(group: list[Trajectory], training: TrainingSettings) -> list[Trajectory]:
     """Sets the advantage of every answer to one question: its reward minus the group's mean reward.
     Returns the answers that count in the loss, by default all of them."""
     if training.learning_type == "sil":
-        return imitate_best(group, training, stream)  # a variant
+        return imitate_best(group, training)  # a variant
     rewards = [answer.reward for answer in group]
     if max(rewards) == min(rewards):
         return group  # All advantages stay exactly 0. A rounded mean could make them differ from 0.
@@ -235,28 +241,96 @@ def compute_advantages(
     return group
 
 
-# ---------------------------------------------------------------- 5. the loss
+# ---------------------------------------------------------------- 5. learning
+
+def learn(run: Run, answers: list[Trajectory]) -> list[dict[str, float]]:
+    """Updates the weights, by default once. Returns what each update was like. Collective."""
+    training = run.config.training
+    learning_rate = learning_rate_at(run.step, training)
+    run.optimizer.param_groups[0]["lr"] = learning_rate
+    # Answers without an advantage cost no pass through the model. But they count in the totals.
+    learned = [answer for answer in answers if is_learned_from(answer, training)]
+    totals = sum_over_ranks({
+        "answers": len(answers),
+        "tokens": sum(answer.num_tokens for answer in answers),
+        "learned": len(learned),
+    })
+    if totals["learned"] == 0:
+        return [{**NOTHING_LEARNED, "learning_rate": learning_rate}]
+    if training.kl_beta:
+        add_reference_log_probs(run, learned)  # a variant
+    updates = []
+    for _ in range(training.updates_per_batch):
+        update = policy_gradient(run, learned, totals)
+        updates.append({**update, "learning_rate": learning_rate})
+        if update["non_finite"]:
+            break  # The weights stay as they are.
+        run.optimizer.step()
+    refresh_sampler(run.sampler, run.model)
+    return updates
+
+
+def is_learned_from(answer: Trajectory, training: TrainingSettings) -> bool:
+    has_gradient = answer.advantage != 0 or training.kl_beta > 0  # A KL penalty is a variant.
+    return has_gradient and not is_masked(answer, training)  # Masking is a variant, too.
+
+
+def policy_gradient(
+    run: Run, learned: list[Trajectory], totals: dict[str, float]
+) -> dict[str, float]:
+    """Leaves the gradient of the whole loss, its norm limited, in the parameters of every rank.
+    Returns what the update is like. Collective."""
+    training = run.config.training
+    policy = run.policy
+    policy.train()  # For gradient checkpointing. `load_model` has set every dropout to 0.
+    policy.zero_grad(set_to_none=False)  # Gradients stay in DistributedDataParallel's buffers.
+    statistics = UpdateStatistics(training)
+    # Gradients of micro-batches add up on their rank. Each rank shares its sum once, in its last
+    # backward pass. A rank that learns from no answer gets a micro-batch without tokens. Its loss
+    # is an empty sum, with the gradient 0.
+    micro_batches = split_into_micro_batches(learned, training)
+    for batch in run.log.progress(micro_batches):
+        is_last = batch is micro_batches[-1]
+        # `no_sync` has to include the forward pass, where DistributedDataParallel prepares.
+        with nullcontext() if is_last else policy.no_sync():
+            token_log_probs, entropies = policy(batch)
+            if batch[0].old_log_probs is None:  # In the first update. For metrics and variants.
+                store_in_answers(batch, old_log_probs=token_log_probs)
+            loss, watched = policy_loss(token_log_probs, batch, totals, training)
+            # Our loss is a sum over ranks, but DistributedDataParallel takes their mean.
+            (loss * WORLD_SIZE).backward()
+        statistics.add(loss, entropies, watched)
+    max_norm = training.max_grad_norm or math.inf
+    grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), max_norm)
+    return statistics.summary(totals["learned"], float(unsharded(grad_norm)))
+
 
 class Policy(nn.Module):
     """Computes the log-probabilities of answers. All that uses the weights happens in `forward`,
     because DistributedDataParallel has to see it in order to share gradients."""
 
-    def __init__(self, model: nn.Module, config: Config, one_pass: bool = False):
+    def __init__(self, model: nn.Module, config: Config):
         super().__init__()
         self.model = model
         self.temperature = config.sampling.temperature
         self.use_autocast = config.model.precision == "mixed"
-        self.one_pass = one_pass  # for sharded weights, which every pass has to gather
 
     def forward(self, answers: list[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns two tensors of shape (tokens,), one answer after the other: the log-probability
         of each sampled token, and the entropy of the softmax at its place."""
+        # For one answer this is what `model(prompt + answer).logits[len(prompt) - 1:-1]` predicts.
+        # The hidden state at t - 1 predicts the token at t. So the inputs are the last token of the
+        # prompt, and all tokens of the answer but its last. They stand behind the rest of the
+        # prompt. Padding is on the right, where no token of a causal model looks at it.
+        ids, is_token = pad_right([answer.completion_ids for answer in answers], self.model.device)
+        last_of_prompt = ids.new_tensor([answer.prompt_ids[-1:] for answer in answers])
+        inputs = torch.cat([last_of_prompt, ids[:, :-1]], 1)  # (answers, time), as ids and is_token
+        prefixes = [answer.prompt_ids[:-1] for answer in answers]
         with torch.autocast(self.model.device.type, HALF_PRECISION, enabled=self.use_autocast):
-            # The hidden state at position t predicts the token at position t + 1.
-            states, tokens = states_before_tokens(  # (tokens, width), (tokens,)
-                self.model, answers, self.one_pass)
+            # Equal prefixes are read once for all of their answers, if the model can do that.
+            states = hidden_states(self.model, prefixes, inputs, is_token)  # (tokens, width)
             # Logits are large, so they are computed in chunks, and again in the backward pass.
-            return compute_in_chunks(self.log_probs_of_chunk, states, tokens, self.model)
+            return compute_in_chunks(self.log_probs_of_chunk, states, ids[is_token], self.model)
 
     def log_probs_of_chunk(
         self, states: torch.Tensor, tokens: torch.Tensor
@@ -273,8 +347,7 @@ class Policy(nn.Module):
 def policy_loss(
     token_log_probs: torch.Tensor,  # (tokens,), one answer of the micro-batch after the other
     batch: list[Trajectory],        # the micro-batch
-    num_answers: int,               # of all ranks and all micro-batches
-    num_tokens: int,                # in these answers, for a variant
+    totals: dict[str, float],       # answers of the step and their tokens, of all ranks
     training: TrainingSettings,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Returns this micro-batch's part of the loss. The whole loss of Dr. GRPO is
@@ -301,9 +374,9 @@ def policy_loss(
     The dictionary is empty. Variants return sums over tokens in it, for metrics."""
     has_ratio = training.updates_per_batch > 1
     if has_ratio or training.kl_beta or training.loss_normalizer != "max_length":
-        return variant_loss(token_log_probs, batch, num_answers, num_tokens, training)
+        return variant_loss(token_log_probs, batch, totals, training)
     advantages = for_each_token([answer.advantage for answer in batch], batch, token_log_probs)
-    normalizer = num_answers * training.max_new_gen_tokens
+    normalizer = totals["answers"] * training.max_new_gen_tokens
     return -(advantages * token_log_probs / normalizer).sum(), {}
 
 
@@ -313,94 +386,40 @@ def for_each_token(values: list, batch: list[Trajectory], like: torch.Tensor) ->
     return like.new_tensor(values).repeat_interleave(lengths)  # (answers,) -> (tokens,)
 
 
-# ---------------------------------------------------------------- 6. learning
-
-def learn(run: Run, answers: list[Trajectory]) -> list[dict[str, float]]:
-    """Updates the weights, by default once. Returns what each update was like. Collective."""
-    training = run.config.training
-    run.optimizer.param_groups[0]["lr"] = learning_rate_at(run.step, training)
-    updates = []
-    for _ in range(training.updates_per_batch):
-        update = policy_gradient(run, answers)
-        updates.append(update)
-        if not update["updated"]:
-            break  # No rank had anything to learn, or the gradient was not finite.
-        run.optimizer.step()
-    refresh_sampler(run.sampler, run.model)
-    return updates
+def learning_rate_at(step: int, training: TrainingSettings) -> float:
+    """The learning rate rises over `warmup_steps`, because AdamW's first steps are its largest.
+    Then it stays, or falls to 0 over `decay_steps`."""
+    rising = step / max(1, training.warmup_steps)
+    falling = 1.0
+    if training.decay_steps:
+        falling = 1 - (step - 1 - training.warmup_steps) / training.decay_steps
+    return training.learning_rate * max(0.0, min(1.0, rising, falling))
 
 
-def policy_gradient(run: Run, answers: list[Trajectory]) -> dict[str, float]:
-    """Leaves the gradient of the whole loss, its norm limited, in the parameters of every rank.
-    Returns what it is like. Collective."""
-    policy = run.policy
-    training = run.config.training
-    learned = [answer for answer in answers if is_learned_from(answer, training)]
-    run.log.advance(len(answers) - len(learned))
-    num_own_tokens = sum(answer.num_tokens for answer in answers)
-    totals = sum_over_ranks({"learned": len(learned), "tokens": num_own_tokens})
-    if totals["learned"] == 0:
-        return dict(NOTHING_LEARNED)
-
-    # These two also count answers without a gradient. All ranks have equally many answers.
-    num_answers = len(answers) * WORLD_SIZE
-    num_tokens = int(totals["tokens"])
-    policy.train()  # `generate` sets eval mode again.
-    policy.zero_grad(set_to_none=False)  # Gradients stay in DistributedDataParallel's buffers.
-    statistics = UpdateStatistics(training)
-    # Gradients of micro-batches add up on their rank. Each rank shares its sum once, in its last
-    # backward pass. A rank without micro-batches takes part with an idle pass, of zeros.
-    # (With `shard` every pass is shared, so all ranks make equally many. `no_sync` does nothing.)
-    batches, num_idle_passes = batches_in_step(learned, training)
-    for batch in batches:
-        if training.kl_beta:
-            add_reference_log_probs(run, batch)  # a variant
-        is_last = batch is batches[-1]
-        # `no_sync` has to include the forward pass, where DistributedDataParallel prepares.
-        with nullcontext() if is_last else policy.no_sync():
-            token_log_probs, entropies = policy(batch)
-            if batch[0].old_log_probs is None:  # In the first update. For metrics and variants.
-                store_in_answers(batch, old_log_probs=token_log_probs.detach())
-            loss, watched = policy_loss(token_log_probs, batch, num_answers, num_tokens, training)
-            # Our loss is a sum over ranks, but DistributedDataParallel takes their mean.
-            (loss * WORLD_SIZE).backward()
-        statistics.add(loss=loss, entropy=entropies.sum(), tokens=len(token_log_probs), **watched)
-        run.log.advance(len(batch))
-    backward_idly(policy, num_idle_passes)
-    max_norm = training.max_grad_norm or math.inf
-    grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), max_norm)
-    return statistics.summary(totals["learned"], float(unsharded(grad_norm)))
-
-
-def is_learned_from(answer: Trajectory, training: TrainingSettings) -> bool:
-    """Whether anything is learned from an answer. The others cost no pass through the model."""
-    has_gradient = answer.advantage != 0 or training.kl_beta > 0  # A KL penalty is a variant.
-    return has_gradient and not is_masked(answer, training)  # Masking is a variant, too.
-
-
-# ---------------------------------------------------------------- 7. evaluation
+# ---------------------------------------------------------------- 6. evaluation
 
 def evaluate(run: Run) -> list[list[Trajectory]] | None:
-    """Samples a group of answers to every held-out question. The ranks share the questions. Rank 0
-    returns all groups, and the others return None. Collective."""
-    stream = random_stream(run.config.training.seed, run.step, "evaluate")
-    torch.manual_seed(stream.getrandbits(63))
-    group_size = run.config.validation.best_of_n
-    own_questions = run.validation_questions[RANK::WORLD_SIZE]
-    num_sampled = len(own_questions) * group_size
-    with run.log.phase("evaluate", num_sampled):
-        groups = sample(run, own_questions, group_size)
-    with run.log.phase("score", num_sampled):
+    """Samples a group of `best_of_n` answers to every held-out question. The ranks share the
+    questions. Rank 0 returns all groups, and the others return None. Collective."""
+    torch.manual_seed(random_seed(run.config.training.seed, run.step, "evaluate"))
+    own_rows = run.validation_rows[RANK::WORLD_SIZE]
+    with run.log.phase("evaluate"):
+        asked = [make_question(run, row) for row in own_rows]
+        groups = sample(run, asked, run.config.validation.best_of_n)
+    with run.log.phase("score"):
         score(run, groups)
     gathered = [None] * WORLD_SIZE if RANK == 0 else None
     dist.gather_object(groups, gathered)
     if RANK != 0:
         return None
-    return [gathered[i % WORLD_SIZE][i // WORLD_SIZE] for i in range(len(run.validation_questions))]
+    return [gathered[i % WORLD_SIZE][i // WORLD_SIZE] for i in range(len(run.validation_rows))]
 
 
 def evaluate_and_keep_best(run: Run) -> None:
-    """Evaluates the model, and saves it if it is the best so far. Collective."""
+    """Evaluates the model, and saves it if it is the best so far. Collective.
+
+    `solved` is the share of all answers that solve their question. `best_of_n` is the share of
+    questions whose best answer, the one with the highest reward, solves it."""
     groups = evaluate(run)
     run.last_evaluation = run.step
     if groups is None:
@@ -410,7 +429,8 @@ def evaluate_and_keep_best(run: Run) -> None:
     quality = (metrics["eval/best_of_n"], metrics["eval/solved"])
     if quality > run.best:
         run.best = quality
-        run.folder.save_best(run, model_card(run, run.log.first_evaluation, metrics))
+        run.folder.save_best(
+            run.sampler, run.model.generation_config, run.tokenizer, run.log.how_it_was_made())
 
 
 # ---------------------------------------------------------------- the training loop
@@ -428,7 +448,9 @@ def train(run: Run) -> None:
         num_skipped = count_skipped(num_skipped, update, run.step)
         if is_due(run.step, run.config.checkpoint.every, run.config):
             with run.log.phase("save"):
-                run.folder.save(run)
+                run.folder.save(
+                    run.policy.module, run.sampler, run.optimizer,
+                    step=run.step, best=run.best, last_evaluation=run.last_evaluation)
 
 
 def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
@@ -438,32 +460,34 @@ def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
     Usually one set of weights serves both. In mixed precision the sampler is a copy in bfloat16,
     which differs by rounding. With `shard` it is a whole copy on each rank."""
     training = config.training
-    with errors_on_all_ranks(in_turn=training.shard), log.phase("read"):
+    with errors_on_all_ranks(), log.phase("read"):
         task = load_task(config)
         model, tokenizer = load_model(config)
         stop_ids = find_stop_ids(model, tokenizer)
-        training_questions, validation_questions = load_questions(task, tokenizer, config)
-        check_prompt_lengths([training_questions, validation_questions], model, tokenizer, config)
+        training_rows, validation_rows = load_questions(task, tokenizer, config)
+        check_prompt_lengths(training_rows + validation_rows, task, model, tokenizer, config)
         sampler = make_sampler(model, config)
-        reference = make_reference(Policy, model, config) if training.kl_beta else None
-        policy = Policy(model, config, one_pass=training.shard)
+        reference = Policy(make_reference(model, config), config) if training.kl_beta else None
+    with log.phase("prepare"):
+        policy = Policy(model, config)
         if training.shard:
             policy = Sharded(policy)  # Each rank keeps a part of every weight of `model`.
-    with log.phase("prepare"):
-        if not training.shard:
+        else:
             policy = DistributedDataParallel(policy, gradient_as_bucket_view=True)
         optimizer = torch.optim.AdamW(  # `learn` sets the learning rate of each step.
             policy.parameters(), lr=0.0, betas=training.adam_betas,
             weight_decay=training.weight_decay, fused=True)
         warm_up(policy, optimizer)  # It allocates memory, and changes no weight.
-        run = Run(
-            config, folder, log, task, tokenizer, stop_ids, training_questions,
-            validation_questions, model, sampler, policy, reference, optimizer,
-            step=0, best=(-math.inf, -math.inf), last_evaluation=None)
-        folder.restore(run)
+        restored = folder.restore(model, optimizer)  # step, best and last_evaluation
         refresh_sampler(sampler, model)
-        check_model(run)  # Policy and sampler do as the model by itself, or the run ends here.
-        fit_into_memory(run)  # It chooses tokens_per_micro_batch, if the settings leave it open.
+        run = Run(
+            config=config, folder=folder, log=log, task=task, tokenizer=tokenizer,
+            stop_ids=stop_ids, training_rows=training_rows, validation_rows=validation_rows,
+            model=model, sampler=sampler, policy=policy, reference=reference, optimizer=optimizer,
+            **restored)
+        # Policy and sampler do the same as the model by itself, or the run ends here.
+        any_prompt = make_question(run, training_rows[0]).prompt_ids
+        check_model(policy, sampler, any_prompt, stop_ids[0], config)
     return run
 
 
@@ -472,25 +496,34 @@ def main(arguments: list[str]) -> None:
         config = load_config(arguments)
     with RunFolder(config) as folder, Logger(config, folder) as log:
         run = prepare(config, folder, log)
-        log.start(run)
+        log.start(run.step, run.task, run.model, len(run.training_rows), len(run.validation_rows))
         train(run)
         log.finish()
 
 
 # ---------------------------------------------------------------- Variants
 # What other papers do differently. With the settings of config.yaml, none of it changes anything.
-# Keys are those of `training`. GRPO as published is scale_rewards=group, loss_normalizer=sequence,
-# kl_beta=0.04, kl_in=loss and, with several updates, clip=[0.2,0.2]. Tensors are (tokens,).
+# Keys are those of `training`. Tensors are (tokens,).
+#
+# GRPO as published (Shao et al. 2024) has this loss for the G answers to one question:
+#
+#     - 1/G * sum over answers, 1/length * sum over tokens:
+#           min(ratio * A, clip(ratio, 1 - 0.2, 1 + 0.2) * A) - beta * KL
+#     A     = (reward - mean reward of the group) / standard deviation of its rewards
+#     ratio = p(token) / p(token) before the first update on these answers
+#     KL    = q - 1 - log q, with q = p(token) by the model as it was loaded / p(token)
+#
+# Its keys are scale_rewards=group, loss_normalizer=sequence, kl_beta=0.04, kl_in=loss and, with
+# several updates_per_batch, clip=[0.2,0.2].
 
-def imitate_best(
-    group: list[Trajectory], training: TrainingSettings, stream: random.Random
-) -> list[Trajectory]:
+def imitate_best(group: list[Trajectory], training: TrainingSettings) -> list[Trajectory]:
     """Self-imitation (Oh et al. 2018). Key: `learning_type: sil`.
 
     The model imitates the k best of n answers, and learns from nothing else. Each has the advantage
-    1, or 0 if its reward is not above 0. Answers of equal reward come in random order."""
+    1, or 0 if its reward is not above 0. Of answers of equal reward the first ones count, which is
+    no preference, because all were sampled alike."""
     k, _ = training.k_best_of_n  # n is the group size.
-    ranked = sorted(group, key=lambda answer: (answer.reward, stream.random()), reverse=True)
+    ranked = sorted(group, key=lambda answer: answer.reward, reverse=True)
     for answer in ranked[:k]:
         answer.advantage = 1.0 if answer.reward > 0 else 0.0
     return ranked[:k]
@@ -518,35 +551,8 @@ def is_masked(answer: Trajectory, training: TrainingSettings) -> bool:
     return training.mask_truncated and answer.is_truncated
 
 
-def refill(run: Run, groups: list[list[Trajectory]]) -> tuple[list, list]:
-    """Dynamic sampling (DAPO, Yu et al. 2025). Key: `refill`, the most rounds; 0 is off.
-
-    A group in which all answers or none are solved is replaced by one for a question that is chosen
-    at random. Returns the groups to learn from, and all that were sampled."""
-    training = run.config.training
-    groups, replaced = list(groups), []
-    with run.log.phase("refill"):
-        for attempt in range(training.refill):
-            stream = random_stream(training.seed, run.step, f"refill {attempt}")
-            torch.manual_seed(stream.getrandbits(63))
-            alike = [i for i in range(len(groups)) if all_or_none(groups[i], run.task)]
-            if not alike:
-                break
-            new_questions = [stream.choice(run.training_questions) for _ in alike]
-            new_groups = sample(run, new_questions, training.group_size)
-            score(run, new_groups)
-            for i, new_group in zip(alike, new_groups, strict=True):
-                replaced.append(groups[i])
-                groups[i] = new_group
-    return groups, groups + replaced
-
-
-def all_or_none(group: list[Trajectory], task: Task) -> bool:
-    return len({answer.reward_parts[task.SOLVED] for answer in group}) == 1
-
-
 def variant_loss(
-    token_log_probs: torch.Tensor, batch: list[Trajectory], num_answers: int, num_tokens: int,
+    token_log_probs: torch.Tensor, batch: list[Trajectory], totals: dict[str, float],
     training: TrainingSettings,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss with another normalizer, with a ratio, or with a KL penalty."""
@@ -566,22 +572,22 @@ def variant_loss(
         if training.kl_in == "loss":
             objective = objective - training.kl_beta * kl
     lengths = for_each_token([answer.num_tokens for answer in batch], batch, token_log_probs)
-    normalizer = variant_normalizer(lengths, num_answers, num_tokens, training)
+    normalizer = variant_normalizer(lengths, totals, training)
     return -(objective / normalizer).sum(), watched
 
 
 def variant_normalizer(
-    lengths: torch.Tensor, num_answers: int, num_tokens: int, training: TrainingSettings
-) -> torch.Tensor | int:
+    lengths: torch.Tensor, totals: dict[str, float], training: TrainingSettings
+) -> torch.Tensor | float:
     """Other normalizers. Key: `loss_normalizer`.
 
     `tokens` (DAPO, Yu et al. 2025): all tokens of these answers. `sequence` (GRPO, Shao et al.
-    2024): num_answers times the answer's own length, so that all answers weigh the same."""
+    2024): the number of answers times the answer's length, so that all answers weigh the same."""
     if training.loss_normalizer == "tokens":
-        return num_tokens
+        return totals["tokens"]
     if training.loss_normalizer == "sequence":
-        return num_answers * lengths
-    return num_answers * training.max_new_gen_tokens
+        return totals["answers"] * lengths
+    return totals["answers"] * training.max_new_gen_tokens
 
 
 def ratio_objective(
@@ -610,10 +616,9 @@ def ratio_objective(
     return objective, objective < unclipped
 
 
-def add_reference_log_probs(run: Run, batch: list[Trajectory]) -> None:
+def add_reference_log_probs(run: Run, answers: list[Trajectory]) -> None:
     """Stores the log-probabilities of the model as it was loaded, which a KL penalty needs."""
-    if batch[0].reference_log_probs is None:
-        log_probs, _ = run.reference(batch)
+    for batch, log_probs, _ in measure_in_batches(run.reference, answers, run.config.training):
         store_in_answers(batch, reference_log_probs=log_probs)
 
 

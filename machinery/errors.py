@@ -1,4 +1,4 @@
-"""A user's mistake ends in one line. Everything else ends in Python's own traceback."""
+"""A user's mistake ends in one line that says what to do. All else ends in Python's traceback."""
 
 import re
 from collections.abc import Iterator
@@ -7,7 +7,36 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from machinery.text import shortened, visible
+OUT_OF_RANGE = (
+    "the model gives no probabilities any more: lower training.learning_rate, or raise "
+    "sampling.temperature. The saved checkpoints are not affected"
+)
+NO_NUMBERS = (  # Before anything was learned.
+    "the model gives no probabilities as it was loaded: see model.name, whose weights may be "
+    "damaged, model.precision, and sampling.temperature"
+)
+# What needs less memory, the change that costs least first.
+SAMPLE_IN_LESS_MEMORY = "lower sampling.max_rows, then training.max_new_gen_tokens"
+LEARN_IN_LESS_MEMORY = (
+    "lower training.tokens_per_micro_batch, then set model.gradient_checkpointing to true, then "
+    "model.precision to bfloat16. With several GPUs set training.shard to true"
+)
+LOAD_IN_LESS_MEMORY = (
+    "set model.lora_rank to 32, for example, take a smaller model, or start fewer ranks. With "
+    "several GPUs set training.shard to true"
+)
+REMEDY_OF_PHASE = {
+    "sample": SAMPLE_IN_LESS_MEMORY,
+    "evaluate": SAMPLE_IN_LESS_MEMORY,
+    "score": "it is the task's reward that needs the memory",
+    "learn": LEARN_IN_LESS_MEMORY,
+    "measure": LEARN_IN_LESS_MEMORY,
+    "save": "saving takes 2 GB of the computer's RAM, or as much as the largest tensor",
+}
+KILLED = (
+    "exit code -9 (SIGKILL) most often means that the computer ran out of memory: lower "
+    "training.tokens_per_micro_batch, then sampling.max_rows, or start fewer ranks"
+)
 
 
 class UserError(Exception):
@@ -16,11 +45,6 @@ class UserError(Exception):
 
 class SharedError(UserError):
     """A user error that every rank raises."""
-
-
-def describe(error: BaseException, most: int = 300) -> str:
-    """Returns the text of an exception, which may have many lines, as one line."""
-    return shortened(" ".join(visible(str(error)).split()), most)
 
 
 @contextmanager
@@ -35,6 +59,21 @@ def as_user_error(
             raise
         reason = describe(error, 105)
         raise UserError(f"{what} ({type(error).__name__}: {reason})") from error
+
+
+@contextmanager
+def errors_of_phase(phase: str, steps_done: int) -> Iterator[None]:
+    """Turns what a lack of memory, or a model without probabilities, has caused into advice."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            remedy = REMEDY_OF_PHASE.get(phase, LOAD_IN_LESS_MEMORY)
+            raise UserError(f"out of memory in phase {phase}: {remedy}") from error
+        if re.search("probability tensor contains|device-side assert", str(error)):
+            reason = f"after step {steps_done} {OUT_OF_RANGE}" if steps_done else NO_NUMBERS
+            raise UserError(reason) from error
+        raise
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -52,3 +91,26 @@ def is_lost_rank(error: BaseException) -> bool:
     # An error of gloo is a plain RuntimeError that names gloo's source file.
     is_from_gloo = isinstance(error, RuntimeError) and "gloo/" in str(error)
     return is_from_gloo or isinstance(error, dist.DistError)
+
+
+# ---------------------------------------------------------------- texts in one line
+
+def describe(error: BaseException, most: int = 300) -> str:
+    """Returns the text of an exception, which may have many lines, as one line."""
+    return shortened(" ".join(visible(str(error)).split()), most)
+
+
+def visible(text: str) -> str:
+    """Returns the text with an escape for each character that has no shape of its own."""
+    def escape(character: re.Match) -> str:
+        return character[0] if character[0].isprintable() else ascii(character[0])[1:-1]
+
+    return re.sub(r"[^\n]", escape, text)
+
+
+def shortened(text: str, most: int) -> str:
+    """Returns at most so many characters of the text, by leaving out its middle."""
+    if len(text) <= most:
+        return text
+    half = (most - 5) // 2
+    return f"{text[:half]} ... {text[-half:]}"

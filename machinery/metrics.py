@@ -1,22 +1,25 @@
-"""The instruments: what is measured of a step. They change nothing, and docs/numbers.md says what
-each number means."""
+"""The instruments: what is measured of a step and of an evaluation, and what the first step says.
+
+They change nothing. docs/numbers.md says what each number means."""
 
 import math
 import resource
 import sys
-from statistics import fmean, pstdev
+from statistics import fmean, pstdev, stdev
 from typing import Any
 
 import torch
 from torch import nn
 
-from machinery.batches import measure_in_batches, store_in_answers
+from machinery.errors import SharedError
+from machinery.passes import measure_in_batches, store_in_answers
 from machinery.ranks import DEVICE, WORLD_SIZE, max_over_ranks, sum_over_ranks
-from machinery.schedule import is_due
-from machinery.settings import TrainingSettings
+from machinery.settings import Config, TrainingSettings, flatten, is_due
+from machinery.tasks import Task
 
-PHASES = ("sample", "score", "refill", "learn")
+PHASES = ("sample", "score", "learn")
 MOVED = 1e-6  # A token moved if its log-probability changed by more than this.
+MOST_SKIPPED_STEPS = 5  # in a row
 NOTHING_LEARNED = {
     "loss": 0.0,
     "entropy": math.nan,
@@ -26,6 +29,8 @@ NOTHING_LEARNED = {
     "non_finite": 0,
 }
 
+
+# ---------------------------------------------------------------- of an update
 
 class UpdateStatistics:
     """Adds up over micro-batches what is told of an update."""
@@ -38,7 +43,12 @@ class UpdateStatistics:
             self.sums["clipped"] = 0.0
 
     @torch.no_grad()
-    def add(self, **values: torch.Tensor | int) -> None:
+    def add(
+        self, loss: torch.Tensor, entropies: torch.Tensor, watched: dict[str, torch.Tensor]
+    ) -> None:
+        """Adds a micro-batch. `entropies` are of its tokens, (tokens,)."""
+        self.sums["tokens"] += len(entropies)
+        values = {"loss": loss, "entropy": entropies.sum(), **watched}
         for name, value in values.items():
             self.sums[name] = self.sums[name] + value
 
@@ -59,82 +69,101 @@ class UpdateStatistics:
         return update
 
 
+def update_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
+    """Returns means over the updates that were made on one batch."""
+    made = [update for update in updates if update["updated"]]
+    if not made:
+        made = updates
+    means = {}
+    for name in made[0]:
+        means[name] = fmean(update[name] for update in made)
+    means["learning_rate"] = updates[-1]["learning_rate"]
+    means["updated"] = sum(update["updated"] for update in updates)
+    means["non_finite"] = updates[-1]["non_finite"]
+    return means
+
+
+def count_skipped(num_skipped: int, update: dict[str, float], step: int) -> int:
+    """Returns how many steps in a row were skipped because the gradient was not finite. Too many
+    end the run, because it would continue without learning anything."""
+    if not update["non_finite"]:
+        return 0
+    num_skipped += 1
+    if num_skipped == MOST_SKIPPED_STEPS:
+        raise SharedError(
+            f"the gradient was not finite in {num_skipped} steps in a row, up to step {step}: "
+            "lower training.learning_rate, and start again under another run.name")
+    return num_skipped
+
+
+# ---------------------------------------------------------------- of a step
+
 class StepReport:
-    """The metrics of a step. It is made before the update. In step 1 it measures something there.
+    """The metrics of a step, of all ranks. It is made before the update, and changes no weight.
 
-    `groups` were sampled first, and `all_groups` also has those of a refill. Collective."""
+    Most of it is read off the answers and costs nothing. In step 1 it makes one more forward pass
+    over the answers before the update. After the update it makes another one in step 1, and in each
+    step that is evaluated."""
 
-    def __init__(self, run: Any, groups: list[list], all_groups: list[list]):
-        self.run = run
+    def __init__(
+        self, policy: nn.Module, task: Task, config: Config, step: int, groups: list[list]
+    ):
+        """Collective."""
+        self.policy = policy
+        self.task = task
+        self.training = config.training
         self.groups = groups
-        self.all_groups = all_groups
         self.measured: dict[str, float] = {}
-        if run.step == 1:
-            with run.log.phase("measure"):
-                self.measured = sampler_metrics(run, flat(groups))
+        self.measures_change = step == 1 or is_due(step, config.validation.every, config)
+        if step == 1:
+            self.measured |= sampler_metrics(policy, flat(groups), self.training)
 
     def metrics(
-        self, answers: list, updates: list[dict[str, float]]
+        self, answers: list, updates: list[dict[str, float]], seconds: dict[str, float]
     ) -> dict[str, float | None]:
-        """Returns the metrics after the update. `answers` are those that count in the loss.
-        Collective."""
-        run = self.run
-        measured = dict(self.measured)
-        if run.step == 1 or is_due(run.step, run.config.validation.every, run.config):
-            with run.log.phase("measure"):
-                measured |= change_metrics(run, answers)
-        metrics = sampling_metrics(run, self.groups, self.all_groups)
-        num_sampled = (1 + metrics["refilled"]) * len(flat(self.groups)) * WORLD_SIZE
-        metrics["sampled_per_learned"] = num_sampled / max(1, updates[0]["learned"])
+        """Returns the metrics after the update. `answers` are those that count in the loss, and
+        `seconds` is how long each phase took on this rank. Collective."""
+        if self.measures_change:
+            self.measured |= change_metrics(self.policy, answers, self.training)
+        metrics = sampling_metrics(self.groups, self.task, seconds)
         metrics |= memory_metrics()
-        metrics["learning_rate"] = run.optimizer.param_groups[0]["lr"]
         metrics |= update_metrics(updates)
-        metrics |= measured
+        metrics |= self.measured
         for name, value in metrics.items():
             if not math.isfinite(value):
                 metrics[name] = None  # JSON has no NaN.
         return metrics
 
 
-def sampling_metrics(run: Any, groups: list[list], all_groups: list[list]) -> dict[str, float]:
+def sampling_metrics(
+    groups: list[list], task: Task, seconds: dict[str, float]
+) -> dict[str, float]:
     """Returns means over the step's questions or answers, of all ranks. Collective."""
     answers = flat(groups)
-    solved = run.task.SOLVED
-    reward_stds = []
-    all_solved = []
-    none_solved = []
-    without_signal = []
-    for group in groups:
-        rewards = rewards_of(group)
-        solved_of_group = parts_of(group, solved)
-        reward_stds.append(pstdev(rewards))
-        all_solved.append(min(solved_of_group) >= 1)
-        none_solved.append(max(solved_of_group) <= 0)
-        without_signal.append(min(rewards) == max(rewards))
     means = {
         "reward": fmean(rewards_of(answers)),
-        "reward_std": fmean(reward_stds),
+        "reward_std": fmean(pstdev(rewards_of(group)) for group in groups),
     }
-    for part in run.task.REWARD_WEIGHTS:
+    for part in task.REWARD_WEIGHTS:
         means[f"reward/{part}"] = fmean(parts_of(answers, part))
-    for part in run.task.REWARD_WEIGHTS:
+    for part in task.REWARD_WEIGHTS:
         means[f"reward/{part}_std"] = fmean(pstdev(parts_of(group, part)) for group in groups)
-    means["solved"] = fmean(parts_of(answers, solved))
-    means["groups_all_solved"] = fmean(all_solved)
-    means["groups_none_solved"] = fmean(none_solved)
-    means["groups_without_signal"] = fmean(without_signal)
+    solved = [parts_of(group, task.SOLVED) for group in groups]
+    means["solved"] = fmean(parts_of(answers, task.SOLVED))
+    means["groups_all_solved"] = fmean(min(parts) >= 1 for parts in solved)
+    means["groups_none_solved"] = fmean(max(parts) <= 0 for parts in solved)
+    rewards = [rewards_of(group) for group in groups]
+    means["groups_without_signal"] = fmean(min(values) == max(values) for values in rewards)
     means["completion_length"] = fmean(answer.num_tokens for answer in answers)
     means["truncated"] = fmean(answer.is_truncated for answer in answers)
-    means["refilled"] = len(all_groups) / len(groups) - 1
     for phase in PHASES:
-        means[f"seconds/{phase}"] = run.log.seconds.get(phase, 0.0)
-    means["tokens"] = sum(answer.num_tokens for answer in flat(all_groups))
+        means[f"seconds/{phase}"] = seconds[phase]
+    means["tokens"] = sum(answer.num_tokens for answer in answers)
     # Every rank has as many questions as the others, so the mean of their means is that of all.
     totals = sum_over_ranks(means)
     metrics = {name: total / WORLD_SIZE for name, total in totals.items()}
     num_tokens = metrics.pop("tokens") * WORLD_SIZE
-    seconds = sum(metrics[f"seconds/{phase}"] for phase in PHASES)
-    metrics["tokens_per_second"] = num_tokens / seconds
+    metrics["tokens_per_second"] = num_tokens / sum(metrics[f"seconds/{name}"] for name in PHASES)
     return metrics
 
 
@@ -150,66 +179,35 @@ def memory_metrics() -> dict[str, float]:
     return {name: num_bytes / 1e9 for name, num_bytes in most.items()}
 
 
-def update_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
-    """Returns means over the updates that were made on one batch."""
-    made = [update for update in updates if update["updated"]]
-    if not made:
-        made = updates
-    means = {}
-    for name in made[0]:
-        means[name] = fmean(update[name] for update in made)
-    means["updated"] = sum(update["updated"] for update in updates)
-    means["non_finite"] = updates[-1]["non_finite"]
-    return means
-
-
-def sampler_metrics(run: Any, answers: list) -> dict[str, float]:
+def sampler_metrics(
+    policy: nn.Module, answers: list, training: TrainingSettings
+) -> dict[str, float]:
     """Compares the sampler with the policy, on answers that were just sampled. Collective.
 
     `sampler_gap` is how far the mean of -log p of the sampled tokens is from the policy's entropy,
-    less four standard errors. `sampler_distance` is the mean of |log p - log p|, between the two,
-    of a sampled token. It also sees noise that goes both ways."""
-    training = run.config.training
-    sums = {"tokens": 0.0, "excess": 0.0, "squares": 0.0, "distance": 0.0}
-    policy_log_probs = []
+    less four standard errors."""
     excesses = []
-    for _, log_probs, entropies in measure_in_batches(run.policy.module, answers, training):
-        policy_log_probs.append(log_probs)
+    for _, log_probs, entropies in measure_in_batches(policy, answers, training):
         excesses.append(-log_probs - entropies)
     excess = torch.cat(excesses)  # (tokens,)
-    sums["tokens"] = len(excess)
-    sums["excess"] = float(excess.sum())
-    sums["squares"] = float((excess**2).sum())
-    if has_own_weights(run.sampler, run.model):
-        sampler_policy = type(run.policy.module)(run.sampler, run.config)
-        sampler_policy.use_autocast = False  # Its weights are in half precision themselves.
-        sampler_log_probs = []
-        for _, log_probs, _ in measure_in_batches(sampler_policy, answers, training):
-            sampler_log_probs.append(log_probs)
-        distance = (torch.cat(sampler_log_probs) - torch.cat(policy_log_probs)).abs()
-        sums["distance"] = float(distance.sum())
-    sums = sum_over_ranks(sums)
+    sums = sum_over_ranks({
+        "tokens": len(excess),
+        "excess": float(excess.sum()),
+        "squares": float((excess**2).sum()),
+    })
     gap = abs(sums["excess"]) - 4 * math.sqrt(sums["squares"])
     if gap <= 0:  # It may be chance. A gap that is nan stays nan.
         gap = 0.0
-    return {
-        "sampler_gap": gap / sums["tokens"],
-        "sampler_distance": sums["distance"] / sums["tokens"],
-    }
+    return {"sampler_gap": gap / sums["tokens"]}
 
 
-def has_own_weights(sampler: nn.Module, model: nn.Module) -> bool:
-    """Whether the sampler is a copy of the model, and does not share its weights."""
-    pairs = zip(sampler.parameters(), model.parameters(), strict=True)
-    return any(copied is not parameter for copied, parameter in pairs)
-
-
-def change_metrics(run: Any, answers: list) -> dict[str, float]:
+def change_metrics(
+    policy: nn.Module, answers: list, training: TrainingSettings
+) -> dict[str, float]:
     """Returns how the update has changed the log-probabilities of the tokens that it was to change,
     and whether each has moved the way its advantage points. Collective."""
-    training = run.config.training
     learned = [answer for answer in answers if answer.old_log_probs is not None]
-    for batch, log_probs, _ in measure_in_batches(run.policy.module, learned, training):
+    for batch, log_probs, _ in measure_in_batches(policy, learned, training):
         store_in_answers(batch, new_log_probs=log_probs)
     changes = [torch.zeros(0)]
     advantages = []  # of each token
@@ -256,3 +254,180 @@ def rewards_of(answers: list) -> list[float]:
 
 def parts_of(answers: list, part: str) -> list[float]:
     return [answer.reward_parts[part] for answer in answers]
+
+
+# ---------------------------------------------------------------- of an evaluation
+
+def evaluation_metrics(groups: list[list], task: Task) -> dict[str, float]:
+    """Returns the metrics of all answers to the held-out questions, one group for each question."""
+    answers = flat(groups)
+    best = []
+    solved = []
+    num_right = []
+    for group in groups:
+        # Best of n: does the answer with the highest reward solve the question?
+        best_answer = max(group, key=lambda answer: answer.reward)
+        best.append(best_answer.reward_parts[task.SOLVED])
+        solved_of_group = parts_of(group, task.SOLVED)
+        solved.append(fmean(solved_of_group))
+        num_right.append(sum(value >= 1 for value in solved_of_group))
+
+    metrics = {}
+    for name, values in (("best_of_n", best), ("solved", solved)):
+        low, high = wilson_interval(values, len(answers))
+        metrics[f"eval/{name}"] = fmean(values)
+        metrics[f"eval/{name}_low"] = low
+        metrics[f"eval/{name}_high"] = high
+    metrics |= pass_at_k(num_right, len(groups[0]))
+    metrics |= solved_by_kind(groups, solved)
+    for part in task.REWARD_WEIGHTS:
+        metrics[f"eval/{part}"] = fmean(parts_of(answers, part))
+    metrics["eval/reward"] = fmean(rewards_of(answers))
+    metrics["eval/completion_length"] = fmean(answer.num_tokens for answer in answers)
+    metrics["eval/truncated"] = fmean(answer.is_truncated for answer in answers)
+    return metrics
+
+
+def wilson_interval(values: list[float], most: int) -> tuple[float, float]:
+    """Returns Wilson's 95 % interval for the mean of values from 0 to 1.
+
+    It is the interval of n samples of 0 or 1, where n is how many such samples would have as much
+    variance as these values: at least one for each value, and at most `most`."""
+    mean = fmean(values)
+    n = len(values)
+    variance = stdev(values) ** 2 if len(values) > 1 else 0.0
+    if variance:
+        n = min(most, max(n, mean * (1 - mean) * n / variance))
+    z = 1.96**2 / n
+    spread = z * mean * (1 - mean) + z**2 / 4
+    centre = (mean + z / 2) / (1 + z)
+    half_width = math.sqrt(spread) / (1 + z)
+    low = max(0.0, centre - half_width)
+    high = min(1.0, centre + half_width)
+    return low, high
+
+
+def pass_at_k(num_right: list[int], n: int) -> dict[str, float]:
+    """Of k answers chosen from the n to a question, is at least one right? Returns the share of
+    questions for k = 1, 2, 4, ... and n."""
+    ks = []
+    k = 1
+    while k < n:
+        ks.append(k)
+        k *= 2
+    ks.append(n)
+    metrics = {}
+    for k in ks:
+        num_choices = math.comb(n, k)
+        all_wrong = [math.comb(n - right, k) / num_choices for right in num_right]
+        metrics[f"eval/pass_at_{k}"] = 1 - fmean(all_wrong)
+    return metrics
+
+
+def solved_by_kind(groups: list[list], solved: list[float]) -> dict[str, float]:
+    """Returns the share of solved answers for each value of "group" in the rows."""
+    by_kind: dict[str, list[float]] = {}
+    for group, solved_of_group in zip(groups, solved, strict=True):
+        kind = str(group[0].question.row.get("group", ""))
+        if kind:
+            by_kind.setdefault(kind, []).append(solved_of_group)
+    metrics = {}
+    for kind in sorted(by_kind):
+        metrics[f"eval/solved/{kind}"] = fmean(by_kind[kind])
+    return metrics
+
+
+# ---------------------------------------------------------------- what the first step says
+# Each text names the key of a setting, and behind it what the setting is now. A bad sign begins
+# with an exclamation mark.
+
+def look_at_first_step(metrics: dict[str, float | None], config: Config) -> list[str]:
+    """Returns the lines that are printed under the first step: what was measured, and what is off.
+    A run that learns nothing would not say so by itself. A metric without a number is None."""
+    # All comparisons with nan are false, so that a missing number is no sign of anything.
+    numbers = {name: math.nan if value is None else value for name, value in metrics.items()}
+    signs = signs_of_sampling(numbers) + signs_of_rewards(numbers) + signs_of_update(numbers)
+    if not any(sign.startswith("!") for sign in signs):
+        signs.append("nothing is off")
+    return measured(numbers) + [with_values(sign, config) for sign in signs]
+
+
+def with_values(text: str, config: Config) -> str:
+    """Returns the text with `training.seed (0)` in place of `{training.seed}`."""
+    for key, value in flatten(config).items():
+        text = text.replace(f"{{{key}}}", f"{key} ({value})")
+    return text
+
+
+def measured(numbers: dict[str, float]) -> list[str]:
+    change = (
+        "log p of a token changed on average by {change_rewarded:+.5f} in answers with a positive "
+        "advantage, and by {change_punished:+.5f} in answers with a negative advantage. "
+        "{change_as_meant:.0%} of all change goes the way the advantage points")
+    if math.isnan(numbers["moved"]):
+        change = "there was nothing to learn from, so no log p has changed"
+    truncation = "{truncated:.0%} of the answers are truncated, the others end by themselves"
+    groups = (
+        "{groups_without_signal:.0%} of the groups have no signal. In {groups_all_solved:.0%} all "
+        "answers are right, in {groups_none_solved:.0%} none")
+    sampler = (
+        "the sampled tokens differ by {sampler_gap:.3f} from what the policy samples, beyond "
+        "chance")
+    return [line.format(**numbers) for line in (truncation, groups, change, sampler)]
+
+
+def signs_of_sampling(numbers: dict[str, float]) -> list[str]:
+    signs = [
+        (numbers["truncated"] >= 0.5, (
+            "! too many answers are truncated: raise {training.max_new_gen_tokens}. Or the model "
+            "does not know its stop token. For a chat model set {data.prompt_style} to chat")),
+        (numbers["sampler_gap"] >= 0.005, (
+            "! the answers were not sampled from the policy that is trained: see "
+            "{sampling.temperature}, {sampling.top_p} and {sampling.top_k}. A top_p below 1 and a "
+            "top_k above 0 have this effect")),
+        (numbers["groups_none_solved"] >= 0.9, (
+            "! the questions are too hard to learn from: take easier ones with {data.dataset}, a "
+            "better model with {model.name}, or more answers with {training.k_best_of_n}")),
+        (numbers["groups_all_solved"] >= 0.9,
+         "! the questions are too easy to learn from: take harder ones with {data.dataset}"),
+        (numbers["groups_without_signal"] >= 0.9, (
+            "! equal rewards in a group teach grpo nothing, whatever the learning rate: see "
+            "{task.reward_weights}, {training.k_best_of_n} and {data.dataset}")),
+    ]
+    return [text for is_seen, text in signs if is_seen]
+
+
+def signs_of_rewards(numbers: dict[str, float]) -> list[str]:
+    signs = []
+    for name, value in numbers.items():
+        is_part = name.startswith("reward/") and not name.endswith("_std")
+        if is_part and value == 0:
+            signs.append(
+                f"! {name} is 0 on average: if it is 0 for every answer, see the task's "
+                "reward_function, {task.reward_weights}, {sampling.temperature}, and whether "
+                "{data.prompt_style} suits the model")
+        if is_part and value == 1:
+            signs.append(
+                f"{name} is 1 on average: if it is 1 for every answer, it does not tell answers "
+                "apart")
+    return signs
+
+
+def signs_of_update(numbers: dict[str, float]) -> list[str]:
+    """Returns at most one sign, because an earlier one explains the later ones."""
+    signs = [
+        (numbers["non_finite"] == 1, (
+            "! the gradient is not finite, and the update was skipped: see {model.precision}, and "
+            "whether {model.name} gives finite numbers")),
+        (numbers["grad_norm"] == 0, (
+            "! the gradient is 0: there was nothing to learn, or the answers do not depend on the "
+            "weights that are trained. See {model.lora_rank} and {model.lora_targets}")),
+        (numbers["moved"] <= 0.01, (
+            "! almost nothing has changed: see {training.learning_rate}, {training.warmup_steps} "
+            "and {model.precision}")),
+        (numbers["change_rewarded"] <= -0.02 or numbers["change_as_meant"] <= 0.3, (
+            "! answers with a positive advantage became less likely: lower "
+            "{training.learning_rate}. If that does not help, check the signs in policy_loss. "
+            "It may also be rounding, if {model.precision} is not float32")),
+    ]
+    return [text for is_seen, text in signs if is_seen][:1]

@@ -1,22 +1,90 @@
-"""Prompts that are processed once for all of their answers, and the KV cache that comes of it."""
+"""A prompt is processed once for all of its answers, in sampling and in learning."""
+
+import copy
+from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.functional import pad
-from transformers.cache_utils import (
-    Cache,
-    DynamicCache,
-    DynamicLayer,
-    LinearAttentionCacheLayerMixin,
-)
+from torch.distributed.tensor import DTensor
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin
 
-CACHE_ROOM = 16  # So many tokens can be appended to a layer of the cache without copying it.
+from machinery.passes import body_of, pad_right
+
+ROWS_PER_PASS = 16  # A micro-batch is sorted by length, so few together have little padding.
 
 
-def position_ids(attention_mask: torch.Tensor) -> torch.Tensor:
-    """Each row counts its own tokens from 0, however it is padded. `generate` does the same."""
-    return (attention_mask.cumsum(-1) - 1).clamp(min=0)
+# ---------------------------------------------------------------- in learning
 
+def hidden_states(
+    model: Any, prompts: list[list[int]], inputs: torch.Tensor, is_token: torch.Tensor
+) -> torch.Tensor:
+    """Returns the hidden states at the inputs, (tokens, width), one row after the other.
+
+    Each row of `inputs`, (rows, time), stands behind its prompt. `is_token` has the same shape, and
+    says which inputs are wanted. Equal prompts are processed once, if the model can continue from
+    there for each of their rows."""
+    if can_continue(model):
+        return continue_prompts(model, prompts, inputs, is_token)
+    return process_whole_rows(model, prompts, inputs, is_token)
+
+
+def process_whole_rows(
+    model: Any, prompts: list[list[int]], inputs: torch.Tensor, is_token: torch.Tensor
+) -> torch.Tensor:
+    """The plain way: each row is a prompt and the inputs behind it, padded on the right."""
+    num_wanted = is_token.sum(1).tolist()  # of each row
+    rows = []
+    for prompt, ids_of_row, count in zip(prompts, inputs.tolist(), num_wanted, strict=True):
+        rows.append(prompt + ids_of_row[:max(1, count)])
+    ids, mask = pad_right(rows, model.device)  # (rows, time)
+    output = body_of(model)(input_ids=ids, attention_mask=mask, use_cache=False)
+    states = []
+    for row, (prompt, count) in enumerate(zip(prompts, num_wanted, strict=True)):
+        states.append(output.last_hidden_state[row, len(prompt):len(prompt) + count])
+    return torch.cat(states)
+
+
+def can_continue(model: Any) -> bool:
+    """Whether several rows can continue from one pass over their prompt, while learning.
+
+    With gradient checkpointing transformers turns the cache off. Layers like Mamba's or a
+    convolution keep a running state, which can continue from a prompt, but cannot go back to it.
+    And sharded weights are gathered anew for each pass, so fewer passes are better."""
+    layers = DynamicCache(config=model.config).layers
+    has_running_state = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+    is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return not (model.is_activation_checkpointing or has_running_state or is_sharded)
+
+
+def continue_prompts(
+    model: Any, prompts: list[list[int]], inputs: torch.Tensor, is_token: torch.Tensor
+) -> torch.Tensor:
+    """The fast way: one pass over the different prompts, then passes over a few rows of inputs."""
+    prompt_ids, prompt_mask, prompt_of_row = pad_prompts(prompts, model.device)
+    cache = prefill(model, prompt_ids, prompt_mask)
+    states = []
+    for start in range(0, len(prompts), ROWS_PER_PASS):
+        few = slice(start, start + ROWS_PER_PASS)
+        rows = prompt_of_row[few]
+        # As long as the longest of these rows, and at least one input.
+        num_inputs = max(1, int(is_token[few].sum(1).max()))
+        ids = inputs[few, :num_inputs]  # (rows, inputs)
+        is_wanted = is_token[few, :num_inputs]
+        # The first input is always there. The next one is, if a token came before it.
+        is_input = is_wanted.roll(1, dims=1)
+        is_input[:, 0] = True
+        mask = torch.cat([prompt_mask[rows], is_input], 1)  # (rows, time)
+        output = body_of(model)(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=position_ids(mask)[:, -num_inputs:],
+            past_key_values=select_rows(cache, rows),
+            use_cache=True,
+        )
+        states.append(output.last_hidden_state[is_wanted])
+    return torch.cat(states)
+
+
+# ---------------------------------------------------------------- prompts and their cache
 
 def pad_prompts(
     prompts: list[list[int]], device: torch.device
@@ -29,8 +97,7 @@ def pad_prompts(
         key = tuple(prompt)
         index_of.setdefault(key, len(index_of))
         which.append(index_of[key])
-    # At least two tokens: one to process ahead, and one from which the model continues.
-    longest = max(2, *[len(prompt) for prompt in index_of])
+    longest = max(1, *[len(prompt) for prompt in index_of])
     ids = []
     mask = []
     for prompt in index_of:
@@ -44,49 +111,30 @@ def pad_prompts(
     )
 
 
-def body_of(model: nn.Module) -> nn.Module:
-    """Returns the part of the model that its own forward pass calls, before its output layer."""
-    body = model.base_model
-    if body is model:  # Llama 4 does not say which part it is.
-        body = model.model
-    return getattr(body, "decoder", body)  # OPT calls the decoder within its base model.
-
-
-def has_running_state(model: nn.Module) -> bool:
-    """Whether some layers, like Mamba's or a convolution, keep a state in place of keys and values.
-
-    Such a state can go on from a prompt, but it cannot go back to it."""
-    layers = DynamicCache(config=model.config).layers
-    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
-
-
-def prefill(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> Cache:
-    """Returns the KV cache of all tokens of these prompts but the last."""
-    mask = mask[:, :-1]
+def prefill(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> Cache:
+    """Returns the KV cache of these prompts. Ids and mask are (prompts, time)."""
     output = body_of(model)(
-        input_ids=ids[:, :-1],
+        input_ids=ids,
         attention_mask=mask,
         position_ids=position_ids(mask),
         use_cache=True,
     )
     if getattr(output, "past_key_values", None) is None:
-        raise ValueError("it returns no cache of keys and values to go on from")
+        raise ValueError("it returns no KV cache to continue from")
     return output.past_key_values
 
 
-def prefill_for_generate(
-    model: nn.Module, prompts: list[list[int]]
-) -> tuple[torch.Tensor, torch.Tensor, Cache]:
-    """Returns what `generate` continues from: ids and mask, (prompts, time), and the KV cache of
-    all tokens but the last. Equal prompts are processed once."""
-    ids, mask, which = pad_prompts(prompts, model.device)
-    cache = prefill(model, ids, mask)
-    for i, layer in enumerate(cache.layers):
-        # Layers with a sliding window stay the library's own, and so do those that stay empty.
-        if type(layer) is DynamicLayer and layer.is_initialized:
-            cache.layers[i] = RoomyLayer(layer)
-    keep_rows(cache, which)
-    return ids[which], mask[which], cache
+def position_ids(attention_mask: torch.Tensor) -> torch.Tensor:
+    """Each row counts its own tokens from 0, however it is padded. `generate` does the same."""
+    return (attention_mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def select_rows(cache: Cache, rows: torch.Tensor) -> Cache:
+    """Returns a copy of the cache that holds these rows. The original stays as it is."""
+    selected = copy.copy(cache)
+    selected.layers = [copy.copy(layer) for layer in cache.layers]
+    keep_rows(selected, rows)
+    return selected
 
 
 def keep_rows(cache: Cache, rows: torch.Tensor) -> None:
@@ -96,37 +144,3 @@ def keep_rows(cache: Cache, rows: torch.Tensor) -> None:
             layer.reorder_cache(rows)  # The library has no other name for it here.
         else:
             layer.batch_select_indices(rows)
-
-
-class RoomyLayer(DynamicLayer):
-    """Keys and values of one layer, (rows, heads, time, width), with room for more tokens.
-
-    The library's own layer copies all that it holds for each new token. That takes longer than the
-    attention itself."""
-
-    def __init__(self, layer: DynamicLayer):
-        super().__init__()
-        self.keys = layer.keys
-        self.values = layer.values
-        self.is_initialized = True
-        self.roomy_keys = layer.keys
-        self.roomy_values = layer.values
-
-    def batch_select_indices(self, indices: torch.Tensor | slice, room: int = CACHE_ROOM) -> None:
-        """Keeps these rows, and makes room behind them."""
-        time = self.keys.shape[2]
-        self.roomy_keys = pad(self.keys[indices], (0, 0, 0, room))
-        self.roomy_values = pad(self.values[indices], (0, 0, 0, room))
-        self.keys = self.roomy_keys[:, :, :time]
-        self.values = self.roomy_values[:, :, :time]
-
-    def update(self, key_states, value_states, *args, **kwargs):
-        time = self.keys.shape[2]
-        num_new = key_states.shape[2]
-        if time + num_new > self.roomy_keys.shape[2]:
-            self.batch_select_indices(slice(None), max(CACHE_ROOM, num_new))
-        self.roomy_keys[:, :, time:time + num_new] = key_states
-        self.roomy_values[:, :, time:time + num_new] = value_states
-        self.keys = self.roomy_keys[:, :, :time + num_new]
-        self.values = self.roomy_values[:, :, :time + num_new]
-        return self.keys, self.values

@@ -1,17 +1,24 @@
-"""How ranks find each other, agree, add up and draw random numbers, on a CPU or on GPUs."""
+"""A rank, from its first line to its last: it begins, meets the others, agrees with them, and ends.
 
+A rank is one process. It may have a GPU, or a share of the CPU's cores."""
+
+import faulthandler
+import json
 import os
 import random
-from collections.abc import Iterator
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
-from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
-from machinery.errors import SharedError, UserError, as_user_error
+from machinery.errors import KILLED, SharedError, UserError, as_user_error, describe, is_lost_rank
 
 # torchrun sets these three. Without torchrun this process is the only rank.
 RANK = int(os.environ.get("RANK", "0"))              # decides which data are this rank's
@@ -20,15 +27,91 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 DEVICE = torch.device("cuda", LOCAL_RANK) if torch.cuda.is_available() else torch.device("cpu")
 TIME_TO_MEET = timedelta(minutes=10)
 TIME_TO_WAIT = timedelta(hours=2)  # for the slowest rank, which may be saving or evaluating
+SECONDS_FOR_THE_CAUSE = 5
+LATEST_TIME = 2**31 - 1  # torchrun takes the earliest failure for the cause.
 
+
+# ---------------------------------------------------------------- from beginning to end
+
+def launch(main: Callable[[list[str]], None], arguments: list[str] | None = None) -> NoReturn:
+    """Runs `main`, and ends the process: with 0 once `main` is through, with 2 after a user's
+    mistake, with 130 after Ctrl-C, and otherwise with 1."""
+    # A token that the terminal's alphabet lacks must not end a run.
+    sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
+    faulthandler.enable(2)  # It says where, when C code ends the process.
+    # torchrun shows this if a signal ends the rank. Other errors put theirs in its place.
+    tell_torchrun(KILLED, LATEST_TIME)
+    try:
+        join()
+        main(sys.argv[1:] if arguments is None else arguments)
+        leave_group()
+        code = 0
+    except UserError as error:
+        code = tell_mistake(error)
+    except BaseException as error:  # noqa: BLE001  A task that calls sys.exit() is no success.
+        code = tell_failure(error)
+    return end_process(code)
+
+
+def tell_mistake(error: UserError) -> int:
+    line = f"error: {describe(error, 600)}"
+    tell_torchrun(line)
+    if isinstance(error, SharedError):
+        # All ranks have this error, and rank 0 prints it. The others wait until it has, because
+        # torchrun ends all ranks as soon as one has left.
+        if RANK == 0:
+            print(line, file=sys.stderr, flush=True)
+        leave_group()
+    else:
+        if RANK != 0:
+            # Rank 0 may have the same error and say it. Then torchrun ends this rank.
+            time.sleep(SECONDS_FOR_THE_CAUSE)
+        print(line, file=sys.stderr, flush=True)
+    return 2
+
+
+def tell_failure(error: BaseException) -> int:
+    if is_lost_rank(error):
+        # The other rank's own message says why it has ended. torchrun ends this rank too, usually
+        # before it has waited to the end.
+        time.sleep(SECONDS_FOR_THE_CAUSE)
+        line = (f"rank {RANK} cannot reach another rank any more ({describe(error)}). If no rank "
+                f"says why: {KILLED}; with NCCL_DEBUG=INFO nccl says what it does; a container may "
+                "need --shm-size=1g")
+        print(line, file=sys.stderr)
+    else:
+        line = f"{type(error).__name__}: {describe(error)}"
+        traceback.print_exception(error)
+    tell_torchrun(line)
+    return 1
+
+
+def tell_torchrun(message: str, when: float | None = None) -> None:
+    """Hands a message to torchrun, whose own report comes last on the screen."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": message, "timestamp": int(when or time.time())}, file)
+
+
+def end_process(code: int) -> NoReturn:
+    """Ends without Python's own clean-up. That would wait for threads of gloo or nccl, and these
+    may be waiting for other ranks."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+# ---------------------------------------------------------------- meeting
 
 def join() -> None:
     """Connects this rank with the others: by nccl between GPUs, by gloo for data on the CPU."""
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if DEVICE.type == "cuda":
         prepare_gpu(local_ranks)
-    else:
-        share_cores(local_ranks)
+    elif local_ranks > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        # torchrun gives each rank a single thread, unless the user has set OMP_NUM_THREADS.
+        torch.set_num_threads(max(1, num_cores() // local_ranks))
     backend = "cpu:gloo,cuda:nccl" if DEVICE.type == "cuda" else "gloo"
     with as_user_error("the ranks cannot reach each other; with several machines see "
                        "--rdzv-endpoint of torchrun, and GLOO_SOCKET_IFNAME"):
@@ -53,18 +136,10 @@ def prepare_gpu(local_ranks: int) -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def share_cores(local_ranks: int) -> None:
-    """Shares the CPU's cores among the ranks. torchrun gives each rank a single thread, unless the
-    user has set OMP_NUM_THREADS."""
-    if local_ranks == 1 or os.environ.get("OMP_NUM_THREADS", "1") != "1":
-        return
-    torchruns_own = Path(f"/proc/{os.getppid()}/environ")
-    if os.access(torchruns_own, os.R_OK) and b"OMP_NUM_THREADS=" in torchruns_own.read_bytes():
-        return  # The user has set it to 1.
-    num_cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        num_cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(max(1, num_cores // local_ranks))
+def num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):  # macOS does not have it.
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def meet() -> dist.Store:
@@ -86,29 +161,29 @@ def meet() -> dist.Store:
     return store
 
 
-@contextmanager
-def errors_on_all_ranks(in_turn: bool = False) -> Iterator[None]:
-    """A user error on one rank becomes the same error on all, so that no rank is left waiting.
+# ---------------------------------------------------------------- agreeing
 
-    With `in_turn`, the ranks of a machine run the block one after the other. Then only one of them
-    at a time has a whole model in the machine's memory. Collective."""
-    num_turns = 1
-    if in_turn:
-        num_turns = int(max_over_ranks({"local_rank": LOCAL_RANK})["local_rank"]) + 1
+@contextmanager
+def errors_on_all_ranks() -> Iterator[None]:
+    """A user error on one rank becomes the same error on all, so that no rank is left waiting.
+    Collective."""
     own_message = None
     cause = None
-    for turn in range(num_turns):
-        try:
-            if turn == LOCAL_RANK or not in_turn:
-                yield
-        except UserError as error:
-            own_message = str(error)
-            cause = error.__cause__
-        messages = [None] * WORLD_SIZE
-        dist.all_gather_object(messages, own_message)
-        for message in messages:
-            if message is not None:
-                raise SharedError(message) from cause
+    try:
+        yield
+    except UserError as error:
+        own_message = str(error)
+        cause = error.__cause__
+    for message in gather(own_message):
+        if message is not None:
+            raise SharedError(message) from cause
+
+
+def gather(value: object) -> list:
+    """Returns the value that each rank passes, on all ranks. Collective."""
+    values = [None] * WORLD_SIZE
+    dist.all_gather_object(values, value)
+    return values
 
 
 def sum_over_ranks(values: dict[str, float]) -> dict[str, float]:
@@ -127,11 +202,13 @@ def reduce_over_ranks(values: dict[str, float], operation: dist.ReduceOp) -> dic
     return dict(zip(values, tensor.tolist(), strict=True))
 
 
-def random_stream(seed: int, step: int, purpose: str) -> random.Random:
-    """Returns random numbers that depend on the seed, the step, this rank and the purpose alone.
+# ---------------------------------------------------------------- random numbers
+
+def random_seed(seed: int, step: int, purpose: str) -> int:
+    """Returns a number that depends on the seed, the step, this rank and the purpose alone.
 
     So a run has no state of random numbers to save, and evaluating does not disturb training."""
-    return random.Random(f"{seed} {step} {RANK} {purpose}")
+    return random.Random(f"{seed} {step} {RANK} {purpose}").getrandbits(63)
 
 
 @lru_cache(maxsize=2)  # A step may reach from one epoch into the next.

@@ -8,10 +8,12 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 from transformers import GenerationConfig
+from transformers.cache_utils import Cache, DynamicLayer
 
-from machinery.prompts import keep_rows, prefill_for_generate
+from machinery.prompts import keep_rows, pad_prompts, prefill
 
 TOKENS_PER_SLICE = 16  # After so many tokens the answers that have ended leave the batch.
+CACHE_ROOM = 16  # So many tokens can be appended to a layer of the cache without copying it.
 
 
 @torch.inference_mode()
@@ -73,3 +75,56 @@ def up_to_stop(ids: list[int], stop_ids: set[int]) -> list[int]:
         if token in stop_ids:
             return ids[:t + 1]
     return ids
+
+
+def prefill_for_generate(
+    model: nn.Module, prompts: list[list[int]]
+) -> tuple[torch.Tensor, torch.Tensor, Cache]:
+    """Returns what `generate` continues from: ids and mask, (prompts, time), and the KV cache of
+    all tokens but the last. Equal prompts are processed once."""
+    prefixes = [prompt[:-1] for prompt in prompts]
+    prefix_ids, prefix_mask, which = pad_prompts(prefixes, model.device)
+    cache = prefill(model, prefix_ids, prefix_mask)
+    for i, layer in enumerate(cache.layers):
+        # Layers with a sliding window stay the library's own, and so do those that stay empty.
+        if type(layer) is DynamicLayer and layer.is_initialized:
+            cache.layers[i] = RoomyLayer(layer)
+    keep_rows(cache, which)
+    last_ids = prefix_ids.new_tensor([prompt[-1:] for prompt in prompts])  # (prompts, 1)
+    ids = torch.cat([prefix_ids[which], last_ids], 1)
+    mask = pad(prefix_mask[which], (0, 1), value=True)
+    return ids, mask, cache
+
+
+class RoomyLayer(DynamicLayer):
+    """Keys and values of one layer, (rows, heads, time, width), with room for more tokens.
+
+    The library's own layer copies all that it holds for each new token. That takes longer than the
+    attention itself."""
+
+    def __init__(self, layer: DynamicLayer):
+        super().__init__()
+        self.keys = layer.keys
+        self.values = layer.values
+        self.is_initialized = True
+        self.roomy_keys = layer.keys
+        self.roomy_values = layer.values
+
+    def batch_select_indices(self, indices: torch.Tensor | slice, room: int = CACHE_ROOM) -> None:
+        """Keeps these rows, and makes room behind them."""
+        time = self.keys.shape[2]
+        self.roomy_keys = pad(self.keys[indices], (0, 0, 0, room))
+        self.roomy_values = pad(self.values[indices], (0, 0, 0, room))
+        self.keys = self.roomy_keys[:, :, :time]
+        self.values = self.roomy_values[:, :, :time]
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        time = self.keys.shape[2]
+        num_new = key_states.shape[2]
+        if time + num_new > self.roomy_keys.shape[2]:
+            self.batch_select_indices(slice(None), max(CACHE_ROOM, num_new))
+        self.roomy_keys[:, :, time:time + num_new] = key_states
+        self.roomy_values[:, :, time:time + num_new] = value_states
+        self.keys = self.roomy_keys[:, :, :time + num_new]
+        self.values = self.roomy_values[:, :, :time + num_new]
+        return self.keys, self.values

@@ -4,18 +4,17 @@ import argparse
 import difflib
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 import pydantic
 import torch
 import yaml
-from pydantic import BaseModel, BeforeValidator, Field, StrictBool, StrictInt, StrictStr
+from pydantic import BaseModel, Field, StrictBool, StrictInt, StrictStr
 
-from machinery.errors import UserError, as_user_error
-from machinery.launch import end_process
-from machinery.ranks import DEVICE, RANK, WORLD_SIZE
-from machinery.text import shortened
+from machinery.errors import UserError, as_user_error, shortened
+from machinery.ranks import DEVICE, WORLD_SIZE, end_process
 
 ROOT = Path(__file__).resolve().parent.parent  # This is the folder of main.py.
 # No number is larger, also none that a reward returns. Sums of squares stay within float32.
@@ -23,18 +22,10 @@ MOST = 1e9
 USAGE = "usage: main.py [--config file.yaml] [section.key=value ...]"
 
 
-def refuse_bool(value: object) -> object:
-    """pydantic would take `true` for the number 1.0."""
-    if value is True or value is False:
-        raise ValueError("a number is needed here, and not true or false")
-    return value
-
-
 Natural = Annotated[StrictInt, Field(ge=0)]
 Count = Annotated[StrictInt, Field(ge=1)]
 # A number may be written as 1e-4, which YAML reads as text because it has no dot.
-Number = Annotated[
-    float, Field(allow_inf_nan=False, ge=-MOST, le=MOST), BeforeValidator(refuse_bool)]
+Number = Annotated[float, Field(allow_inf_nan=False, ge=-MOST, le=MOST)]
 Positive = Annotated[Number, Field(gt=0)]
 Decay = Annotated[Number, Field(ge=0, lt=1)]
 Text = Annotated[StrictStr, Field(min_length=1)]
@@ -77,7 +68,6 @@ class TrainingSettings(Section):
     ratio: Literal["token", "sequence", "cispo"]
     kl_beta: Annotated[Number, Field(ge=0)]
     kl_in: Literal["reward", "loss"]
-    refill: Natural
     mask_truncated: StrictBool
     num_samples_per_step: Count
     k_best_of_n: tuple[Count, Count]
@@ -89,7 +79,7 @@ class TrainingSettings(Section):
     adam_betas: tuple[Decay, Decay]
     weight_decay: Decay
     max_grad_norm: Positive | None
-    tokens_per_micro_batch: Count | None
+    tokens_per_micro_batch: Count
     shard: StrictBool
     seed: Natural
 
@@ -119,7 +109,6 @@ class CheckpointSettings(Section):
 class RunSettings(Section):
     dir: Text
     name: FolderName | None
-    resume: Text
 
 
 class LoggingSettings(Section):
@@ -145,7 +134,7 @@ FREE_KEYS = {
     "model.attention", "model.gradient_checkpointing",
     "training.max_steps", "training.tokens_per_micro_batch", "training.shard",
     "sampling.max_rows", "validation.every", "checkpoint.every",
-    "run.dir", "run.name", "run.resume", "logging.mlflow",
+    "run.dir", "run.name", "logging.mlflow",
 }
 
 
@@ -180,18 +169,10 @@ def load_config(arguments: list[str]) -> Config:
 
 
 def choose_precision(wanted: str | None) -> str:
-    """Returns what is wanted, or the best that the device computes quickly. Says so of a GPU that
-    lacks bfloat16."""
-    if DEVICE.type != "cuda":
-        return wanted or "float32"
+    """Returns what is wanted, or the best that the device computes quickly."""
     # By itself PyTorch answers yes if it can only emulate bfloat16, which is slow.
-    if torch.cuda.is_bf16_supported(including_emulation=False):
-        return wanted or "mixed"
-    if RANK == 0 and wanted is None:
-        print("this GPU does not compute in bfloat16, so model.precision is float32")
-    if RANK == 0 and wanted in ("mixed", "bfloat16"):
-        print(f"model.precision={wanted}: this GPU only emulates bfloat16, so float32 is faster")
-    return wanted or "float32"
+    is_fast = DEVICE.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return wanted or ("mixed" if is_fast else "float32")
 
 
 def check_values(values: dict[str, Any]) -> Config:
@@ -243,6 +224,11 @@ def flatten(config: Config | dict[str, dict[str, Any]]) -> dict[str, Any]:
     return flat
 
 
+def is_due(step: int, every: int, config: Config) -> bool:
+    """Whether something that happens every so many steps, and after the last, happens now."""
+    return step % every == 0 or step == config.training.max_steps
+
+
 def default_run_name(config: Config) -> str:
     """Returns the learning type and a hash of the experiment.
 
@@ -252,3 +238,12 @@ def default_run_name(config: Config) -> str:
     text = json.dumps(experiment, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return f"{config.training.learning_type}-{digest[:8]}"
+
+
+def beside_main(path: str) -> str:
+    """Returns a path that starts in the working directory, or else in the folder of main.py. What
+    is in neither is returned as it is, because it may be an id on the Hugging Face hub."""
+    path = os.path.expanduser(path)
+    if os.path.exists(ROOT / path) and not os.path.exists(path):
+        return str(ROOT / path)
+    return path

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -13,6 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from machinery.errors import as_user_error
+from machinery.passes import MadeUpAnswer
 from machinery.ranks import DEVICE, RANK, WORLD_SIZE
 
 
@@ -35,10 +35,7 @@ class Sharded(nn.Module):
 
     def forward(self, answers: list) -> tuple[torch.Tensor, torch.Tensor]:
         # All that a sharded module is given is searched for tensors, so it gets only what it reads.
-        inputs = []
-        for answer in answers:
-            inputs.append(SimpleNamespace(
-                prompt_ids=answer.prompt_ids, completion_ids=answer.completion_ids))
+        inputs = [MadeUpAnswer(answer.prompt_ids, answer.completion_ids) for answer in answers]
         return self.module(inputs)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -76,12 +73,12 @@ def unsharded(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.T
     return tensor
 
 
-def fill(tensor: torch.Tensor, source: int, values: torch.Tensor | None) -> None:
-    """Sets a tensor, sharded or not, to the values that rank `source` passes. Collective."""
+def fill(tensor: torch.Tensor, values: torch.Tensor | None) -> None:
+    """Sets a tensor, sharded or not, to the values that rank 0 passes. Collective."""
     full = unsharded(tensor)
-    if RANK == source:
+    if RANK == 0:
         full.copy_(values)
-    dist.broadcast(full, source)
+    dist.broadcast(full, 0)
     if isinstance(tensor, DTensor):
         # With `src_data_rank=None` each rank takes its own part, and nothing is sent once more.
         tensor.copy_(distribute_tensor(

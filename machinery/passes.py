@@ -1,0 +1,152 @@
+"""What a forward pass of answers is made of: micro-batches, padded rows, and logits in chunks."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
+
+from machinery.ranks import DEVICE, max_over_ranks
+from machinery.settings import TrainingSettings
+
+HALF_PRECISION = torch.bfloat16  # Mixed precision computes in this type, and samples from it.
+LOGITS_PER_CHUNK = 2**25  # tokens x vocabulary, which are 128 MiB in float32
+
+
+class Answer(Protocol):
+    """What a forward pass needs of an answer. main.py's `Trajectory` has it, and more."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+
+
+class MadeUpAnswer:
+    """An answer that no model has sampled. It stands in wherever a pass needs one.
+
+    Without tokens it lets a rank that has nothing to learn from take part in a backward pass. The
+    loss of no tokens is an empty sum, and its gradient is 0."""
+
+    def __init__(self, prompt_ids: Sequence[int] = (0, 0), completion_ids: Sequence[int] = ()):
+        self.prompt_ids = list(prompt_ids)
+        self.completion_ids = list(completion_ids)
+        self.num_tokens = len(completion_ids)
+        self.advantage = 0.0
+        self.old_log_probs = torch.zeros(self.num_tokens, device=DEVICE)
+        self.reference_log_probs = self.old_log_probs
+
+
+# ---------------------------------------------------------------- micro-batches
+
+def split_into_micro_batches(answers: list, training: TrainingSettings) -> list[list]:
+    """Splits answers into batches of similar length. Each has as many answers as fit into
+    `tokens_per_micro_batch`, padding included. There is at least one, because every rank has to
+    take part in the backward pass in which gradients are shared.
+
+    With `shard`, gradients are shared in each pass, so all ranks make equally many. Then this is
+    collective."""
+    batches: list[list] = []
+    batch: list = []
+    longest = 0
+    for answer in sorted(answers, key=lambda answer: len(answer.completion_ids), reverse=True):
+        length = len(answer.prompt_ids) + len(answer.completion_ids)
+        longest = max(longest, length)
+        if batch and (len(batch) + 1) * longest > training.tokens_per_micro_batch:
+            batches.append(batch)
+            batch = []
+            longest = length
+        batch.append(answer)
+    batches.append(batch or [MadeUpAnswer()])
+    if training.shard:
+        most = int(max_over_ranks({"batches": len(batches)})["batches"])
+        while len(batches) < most:
+            batches.append([MadeUpAnswer()])
+    return batches
+
+
+@torch.no_grad()
+def measure_in_batches(
+    policy: nn.Module, answers: list, training: TrainingSettings
+) -> Iterator[tuple[list, torch.Tensor, torch.Tensor]]:
+    """Yields each micro-batch, and log-probabilities and entropies of its tokens, (tokens,), with
+    the weights as they are now. Collective if they are sharded."""
+    for batch in split_into_micro_batches(answers, training):
+        log_probs, entropies = policy(batch)
+        yield batch, log_probs, entropies
+
+
+def store_in_answers(batch: list[Any], **values: torch.Tensor) -> None:
+    """Splits a tensor of shape (tokens,) among the answers, and stores it under its name."""
+    lengths = [len(answer.completion_ids) for answer in batch]
+    for name, values_of_tokens in values.items():
+        parts = values_of_tokens.detach().split(lengths)
+        for answer, part in zip(batch, parts, strict=True):
+            setattr(answer, name, part)
+
+
+# ---------------------------------------------------------------- a forward pass
+
+def pad_right(rows: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the rows as one tensor, and which of its places are no padding, both (rows, time).
+    There is at least one place, which an empty row pads."""
+    ids = pad_sequence([torch.tensor(row or [0]) for row in rows], batch_first=True)
+    lengths = torch.tensor([len(row) for row in rows])
+    is_token = torch.arange(ids.shape[1]) < lengths[:, None]
+    return ids.to(device), is_token.to(device)
+
+
+def body_of(model: Any) -> Any:
+    """Returns the part of the model that its own forward pass calls, before its output layer."""
+    body = model.base_model
+    if body is model:  # Llama 4 does not say which part it is.
+        body = model.model
+    return getattr(body, "decoder", body)  # OPT calls the decoder within its base model.
+
+
+def compute_in_chunks(
+    function: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    states: torch.Tensor,  # (tokens, width)
+    tokens: torch.Tensor,  # (tokens,)
+    model: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what `function` makes of all states and tokens, two tensors of shape (tokens,).
+
+    The logits of all tokens would be by far the largest tensor. So they are computed for a chunk
+    of tokens at a time, and once more in the backward pass."""
+    chunk_size = max(1, LOGITS_PER_CHUNK // model.config.get_text_config().vocab_size)
+    log_probs = []
+    entropies = []
+    chunks = zip(states.split(chunk_size), tokens.split(chunk_size), strict=True)
+    for states_of_chunk, tokens_of_chunk in chunks:
+        results = checkpoint(function, states_of_chunk, tokens_of_chunk, use_reentrant=False)
+        log_probs.append(results[0])
+        entropies.append(results[1])
+    return torch.cat(log_probs), torch.cat(entropies)
+
+
+class BodyOutput:
+    """What a model's head needs of the output of its body: the hidden states, and nothing else."""
+
+    def __init__(self, states: torch.Tensor):
+        self.last_hidden_state = states
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None  # for example router logits, which are wanted for other losses
+
+
+def output_logits(model: Any, states: torch.Tensor) -> torch.Tensor:
+    """Turns hidden states, (tokens, width), into logits, (tokens, vocabulary), in float32 at least.
+
+    It calls the model's own forward pass, with the model's body replaced by one that returns these
+    states. So whatever a model does after its last projection, like Gemma 2's capping, is done."""
+    body = body_of(model)
+    body.forward = lambda *_, inputs_embeds, **__: BodyOutput(inputs_embeds)
+    try:
+        logits = model(inputs_embeds=states[None]).logits[0]
+    finally:
+        del body.forward
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -1,0 +1,348 @@
+"""The folder of a run: what is saved in it, and how a run resumes from there.
+
+A checkpoint is complete or absent. Starting again is the only way to recover, from whatever has
+interrupted a run. All that was written after the checkpoint is cut off, and then written again."""
+
+import copy
+import fcntl
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, TextIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from machinery import on_ctrl_c
+from machinery.errors import OUT_OF_RANGE, SharedError, UserError, as_user_error
+from machinery.passes import MadeUpAnswer
+from machinery.ranks import RANK, WORLD_SIZE, errors_on_all_ranks, gather
+from machinery.settings import FREE_KEYS, Config, default_run_name, flatten
+from machinery.sharding import fill, gathered
+
+GROWING_FILES = ("metrics.jsonl", "samples.jsonl")
+KEPT_CHECKPOINTS = 2
+BYTES_OF_A_FILE = 2 * 10**9  # While saving, so much or one tensor is in the computer's RAM.
+BATCH_KEY = "training.num_samples_per_step"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    path: Path
+    state: dict[str, Any]  # what its state.json holds
+
+
+class RunFolder:
+    """runs/<name>, with checkpoints/step-NNNNNN and the link best. Rank 0 reads and writes it."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.path = Path(config.run.dir) / (config.run.name or default_run_name(config))
+        self.checkpoint: Checkpoint | None = None  # what this start resumes from
+        self.saved: Path | None = None  # the newest checkpoint
+        self.notes: list[str] = []  # for the user, about this start
+        self.started = time.monotonic()
+        self.lock: TextIO | None = None
+
+    def __enter__(self) -> Self:
+        """Takes the folder, and finds the newest checkpoint in it. Collective."""
+        with errors_on_all_ranks():
+            if RANK == 0:
+                self.lock = self.take_lock()
+                on_ctrl_c(self.describe_saved)
+                self.checkpoint = newest_checkpoint(self.path)
+        self.checkpoint = gather(self.checkpoint)[0]
+        with errors_on_all_ranks():
+            if self.checkpoint is not None:
+                self.saved = self.checkpoint.path
+                self.notes += compare_with(self.checkpoint, self.config)
+                self.started -= self.checkpoint.state["seconds"]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.lock is not None:
+            self.lock.close()
+
+    def take_lock(self) -> TextIO:
+        """Returns a file. As long as it is open, the folder belongs to this process."""
+        with as_user_error(f"run.dir={self.config.run.dir!r} cannot be written to", (OSError,)):
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = open(self.path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                lock.seek(0)
+                raise UserError(f"{self.path} is in use by {lock.read()}: wait for its end, or set "
+                                "run.name to another name") from None
+            lock.truncate(0)
+            print(f"process {os.getpid()} on {os.uname().nodename}", end="", file=lock, flush=True)
+        return lock
+
+    def describe_saved(self) -> str:
+        if self.saved is None:
+            return "nothing is saved yet"
+        return f"saved up to {self.saved}; the same command resumes from there"
+
+    def seconds(self) -> float:
+        """Returns how long this run has taken so far, earlier starts included."""
+        return time.monotonic() - self.started
+
+    # ------------------------------------------------------------ files
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Turns an error of the disk into one line for the user."""
+        return as_user_error(f"{self.path} cannot be written to; what was saved before is intact",
+                             (OSError, SafetensorError))
+
+    def write(self, name: str, text: str) -> None:
+        with self.writing():
+            (self.path / name).write_text(text, encoding="utf-8")
+
+    def append(self, name: str, records: list[dict]) -> None:
+        """Adds records to a file of the run, each as one line of JSON."""
+        with self.writing(), open(self.path / name, "a", encoding="utf-8") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
+
+    def read(self, name: str) -> list[dict]:
+        """Returns the records that `append` has written to a file."""
+        text = (self.path / name).read_text(encoding="utf-8")
+        return [json.loads(line) for line in text.splitlines()]
+
+    def cut_growing_files(self) -> None:
+        """Cuts off what was written after the checkpoint, or everything if there is none."""
+        sizes = dict.fromkeys(GROWING_FILES, 0)
+        if self.checkpoint is not None:
+            sizes = self.checkpoint.state["bytes"]
+        for name in GROWING_FILES:
+            with open(self.path / name, "ab") as file:
+                if file.tell() < sizes[name]:
+                    raise UserError(f"{file.name} has lost a part of what was in it when "
+                                    f"{self.saved} was saved: set run.name to begin anew")
+                file.truncate(sizes[name])
+
+    def sync_growing_files(self) -> dict[str, int]:
+        """Returns how long the files are that grow, once so much of them is on the disk."""
+        sizes = {}
+        for name in GROWING_FILES:
+            with open(self.path / name, "ab") as file:
+                os.fsync(file.fileno())
+                sizes[name] = file.tell()
+        return sizes
+
+    # ------------------------------------------------------------ checkpoints
+
+    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Puts weights and optimizer where the checkpoint left them. Returns the other things that
+        change in a run: its step, how good its best model is, and its last evaluation. Collective.
+        """
+        state: dict[str, Any] = {"step": 0, "best": (-1.0, -1.0), "last_evaluation": None}
+        if self.checkpoint is not None:
+            self.load_tensors(model, optimizer, self.checkpoint)
+            for name in state:
+                state[name] = self.checkpoint.state[name]
+        with errors_on_all_ranks(), self.writing():
+            if RANK == 0:
+                self.cut_growing_files()
+                if not (self.path / "best").exists():
+                    state["best"] = (-1.0, -1.0)  # The next evaluation makes it.
+        return {**state, "best": tuple(state["best"])}
+
+    def load_tensors(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint
+    ) -> None:
+        """Rank 0 reads the tensors and gives them to the others. Collective."""
+        with as_user_error(f"{checkpoint.path} does not fit the model {self.config.model.name!r}, "
+                           "or cannot be read"):
+            files = open_tensors(checkpoint) if RANK == 0 else {}
+            for name, tensor in state_tensors(model, optimizer).items():
+                fill(tensor, files[name].get_tensor(name) if RANK == 0 else None)
+
+    def save(
+        self, policy: nn.Module, sampler: nn.Module, optimizer: torch.optim.Optimizer, **state: Any
+    ) -> None:
+        """Saves all that resuming needs. Random numbers have no state. Collective."""
+        step = state["step"]
+        self.check_weights(policy, sampler, step)
+        parts = gathered(state_tensors(policy.model, optimizer), BYTES_OF_A_FILE)
+        if RANK != 0:
+            list(parts)  # There are no parts on this rank, but it helps to gather them.
+            return
+        path = self.path / "checkpoints" / f"step-{step:06d}"
+        with self.writing():
+            with appearing(path) as folder:
+                for number, part in enumerate(parts, start=1):
+                    save_file(part, folder / f"tensors-{number}.safetensors")
+                state |= {
+                    "num_ranks": WORLD_SIZE,
+                    "config": flatten(self.config),
+                    "seconds": self.seconds(),
+                    "bytes": self.sync_growing_files(),
+                    "files": sorted(os.listdir(folder)),
+                }
+                (folder / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+            self.saved = path
+            for old in numbered_folders(path.parent, "step")[KEPT_CHECKPOINTS:]:
+                shutil.rmtree(old)
+
+    @torch.no_grad()
+    def check_weights(self, policy: nn.Module, sampler: nn.Module, step: int) -> None:
+        """Refuses weights that give no probabilities, and ranks whose weights differ. Collective.
+        """
+        with errors_on_all_ranks():
+            log_probs, _ = policy([MadeUpAnswer([0], [0])])
+            if not log_probs.isfinite().all():
+                raise UserError(f"after step {step} {OUT_OF_RANGE}")
+        if len(set(gather(checksum([policy.model, sampler])))) > 1:
+            raise SharedError(
+                f"after step {step} the ranks have different weights, so their gradients were not "
+                "shared, or they compute differently. This step was not saved")
+
+    # ------------------------------------------------------------ the best model
+
+    def save_best(
+        self, sampler: Any, generation_config: Any, tokenizer: Any, training: dict[str, Any]
+    ) -> None:
+        """Saves a model for `from_pretrained`, with training.json, which says how it was made. Then
+        the link best points to it. Rank 0 alone does this."""
+        old_folders = numbered_folders(self.path, "best")
+        path = self.path / f"best-{training['step']:06d}"
+        model = copy.copy(sampler)
+        model.generation_config = generation_config  # That of the sampler is empty.
+        with self.writing():
+            with appearing(path) as folder:
+                model.save_pretrained(folder, max_shard_size=BYTES_OF_A_FILE)
+                tokenizer.save_pretrained(folder)
+                (folder / "training.json").write_text(json.dumps(training, indent=1))
+            link = self.path / "best.unfinished"
+            link.unlink(missing_ok=True)
+            link.symlink_to(path.name)
+            link.replace(self.path / "best")  # There is no moment without a link.
+            for old in old_folders:
+                if old != path:
+                    shutil.rmtree(old, ignore_errors=True)
+
+
+# ---------------------------------------------------------------- what a checkpoint holds
+
+def state_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, torch.Tensor]:
+    """Returns the weights that learn, and the optimizer state of each, like "lm_head/exp_avg"."""
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        if parameter in optimizer.state:  # A frozen weight is not.
+            tensors[name] = parameter.data
+            for key, value in optimizer.state[parameter].items():
+                tensors[f"{name}/{key}"] = value
+    return tensors
+
+
+def checksum(models: list[nn.Module]) -> int:
+    """Returns a number that differs if any bit of these weights differs. Sharded weights are left
+    out, because no other rank has them."""
+    weights = set()
+    for model in models:  # They may share weights.
+        weights.update(weight for weight in model.parameters() if not isinstance(weight, DTensor))
+    total = 0
+    for weight in weights:
+        bits = weight.detach().view(torch.int16 if weight.element_size() == 2 else torch.int32)
+        total += int(bits.sum(dtype=torch.int64))
+    return total
+
+
+def compare_with(checkpoint: Checkpoint, config: Config) -> list[str]:
+    """Returns what a user should know about resuming, like "training.max_steps: 20 -> 30". Refuses
+    settings that make it another experiment."""
+    state = checkpoint.state
+    then = dict(state["config"])
+    now = flatten(config)
+    # What counts is how many questions all ranks take together.
+    total = then[BATCH_KEY] * state["num_ranks"]
+    then[BATCH_KEY] = f"{total} over all ranks"
+    now[BATCH_KEY] = f"{now[BATCH_KEY] * WORLD_SIZE} over all ranks"
+    changes = {}
+    for key in sorted(now.keys() | then.keys()):
+        if now.get(key) != then.get(key) and not key.startswith("run."):
+            changes[key] = f"{key}: {then.get(key)} -> {now.get(key)}"
+    refused = [change for key, change in changes.items() if key not in FREE_KEYS]
+    if refused:
+        way_out = "set run.name to begin anew"
+        if refused == [changes.get(BATCH_KEY)] and total % WORLD_SIZE == 0:
+            way_out += f", or {BATCH_KEY}={total // WORLD_SIZE} to resume with the same batch"
+        raise UserError(f"{checkpoint.path} is of another experiment ({'; '.join(refused)}): "
+                        f"{way_out}")
+    notes = [f"resuming from {checkpoint.path}"]
+    notes += [f"changed since the checkpoint: {change}" for change in changes.values()]
+    if state["num_ranks"] != WORLD_SIZE:
+        notes.append(
+            f"ranks: {state['num_ranks']} then, {WORLD_SIZE} now, so other answers are sampled")
+    if state["step"] >= config.training.max_steps:
+        notes.append("this run has finished before: raise training.max_steps, or set run.name to "
+                     "begin anew")
+    return notes
+
+
+# ---------------------------------------------------------------- folders on a disk
+
+def numbered_folders(parent: Path, word: str) -> list[Path]:
+    """Returns the folders that we have named, like step-000012, the newest first. A user's own
+    folders, like best-mine, are not among them."""
+    pattern = re.compile(rf"{word}-\d{{6,7}}")
+    folders = [path for path in parent.glob(f"{word}-*") if pattern.fullmatch(path.name)]
+    return sorted(folders, key=lambda path: (len(path.name), path.name), reverse=True)
+
+
+def newest_checkpoint(run_folder: Path) -> Checkpoint | None:
+    """Returns the newest checkpoint of a run, or None if there is none."""
+    for path in numbered_folders(run_folder / "checkpoints", "step"):
+        with as_user_error(f"{path} is damaged: delete it to resume from the checkpoint before it, "
+                           "or set run.name to begin anew"):
+            checkpoint = Checkpoint(path, json.loads((path / "state.json").read_text()))
+            open_tensors(checkpoint)
+        return checkpoint
+    return None
+
+
+def open_tensors(checkpoint: Checkpoint) -> dict[str, safe_open]:
+    """Returns the file of each tensor. A file that is missing, cut or garbled is an error."""
+    file_of = {}
+    for file_name in checkpoint.state["files"]:
+        file = safe_open(checkpoint.path / file_name, "pt")
+        for tensor_name in file.offset_keys():
+            file_of[tensor_name] = file
+    return file_of
+
+
+@contextmanager
+def appearing(path: Path) -> Iterator[Path]:
+    """Yields a folder to write into. It is at `path` once it is complete and on the disk."""
+    unfinished = path.with_name("unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        for written in unfinished.rglob("*"):
+            if written.is_file():
+                sync_to_disk(written)
+        sync_to_disk(unfinished)
+        shutil.rmtree(path, ignore_errors=True)  # A step that is made once more replaces its own.
+        unfinished.rename(path)
+        sync_to_disk(path.parent)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)  # After an error, the disk may be full.
+
+
+def sync_to_disk(path: Path) -> None:
+    """Waits until what was written to this file or folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
