@@ -8,18 +8,18 @@ answers. The model learns to give answers like the better ones more often. One t
   3. score                computes the reward of every answer.
   4. compute_advantages   compares every answer with the others to the same question. Its
                           advantage is its reward minus the mean reward of its group.
-  5. learn                takes an AdamW step down the gradient of `policy_loss`. This is the sum of
-                          -advantage * log-probability of all tokens, divided by a constant.
+  5. learn                takes an AdamW step down the gradient of `policy_loss`. This loss sums
+                          -advantage * log-probability over all tokens, over a constant.
   6. evaluate             now and then measures the model on questions that it never trains on.
 
 An example with the settings of config.yaml and two ranks. The question is to make 56 of 29, 30 and
-3. A right answer ends with <answer>(30+29)-3</answer>, and has the reward 1.1: 1.0 for being right,
-and 0.1 for its format. A wrong one has 0.1 for its format. Eight answers to this question have the
-rewards 1.1, 0.1, 0.1, 1.1, 0.1, 0.1, 0.1, 0.1. Their mean is 0.35, so a right answer has the
-advantage +0.75, and a wrong one has -0.25. The step has 2 ranks x 8 questions x 8 answers = 128
-answers of at most 192 tokens. So the loss has -0.75 / (128 x 192) times the log-probability of each
-token of a right answer, and +0.25 / (128 x 192) times that of each token of a wrong one. A step
-down makes right answers more likely.
+3. A right answer ends with <answer>(30+29)-3</answer> and has the reward 1.1: 1.0 for being right,
+and 0.1 for its format. A wrong answer in this format has 0.1. Of eight answers two are right. The
+mean reward is 0.35, so a right answer has the advantage +0.75, and a wrong one has -0.25. The step
+has 2 ranks x 8 questions x 8 answers = 128 answers of at most 192 tokens. So the loss has
+-0.75 / (128 x 192) times the log-probability of each token of a right answer, and +0.25 / (128 x
+192) times that of each token of a wrong one. A step down makes right answers more likely. After 60
+steps, two minutes on two CPU cores, the model solves 97 % of the held-out questions, and not 40 %.
 
 This is Dr. GRPO, "GRPO done right" (Liu et al. 2025). It does not divide by the standard deviation
 of the rewards, nor by the length of an answer. The last section, "Variants", holds GRPO as it was
@@ -59,8 +59,7 @@ from machinery.runs import RunFolder
 from machinery.sampling import generate
 from machinery.settings import Config, TrainingSettings, is_due, load_config
 from machinery.sharding import Sharded, unsharded
-from machinery.tasks import (Question, Task, check_prompt_lengths, encode_prompt, grade,
-                             load_questions, load_task)
+from machinery.tasks import Question, Task, encode_prompt, grade, load_questions, load_task
 
 
 @dataclass
@@ -77,9 +76,9 @@ class Trajectory:
     reward_parts: dict[str, float] = field(default_factory=dict)
     reward: float = 0.0
     advantage: float = 0.0
-    old_log_probs: torch.Tensor | None = None        # (tokens,) by the policy, before it changes
-    new_log_probs: torch.Tensor | None = None        # (tokens,) by the policy after it, for metrics
-    reference_log_probs: torch.Tensor | None = None  # (tokens,) by the model as it was loaded
+    old_log_probs: torch.Tensor | None = None        # (tokens,) before the step's first update
+    new_log_probs: torch.Tensor | None = None        # (tokens,) after its last one, for metrics
+    reference_log_probs: torch.Tensor | None = None  # (tokens,) of the model as it was loaded
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -92,8 +91,12 @@ class Trajectory:
 
 @dataclass
 class Run:
-    """What the functions below share. A step changes the weights of `model`, the `optimizer`,
-    `step`, `best` and `last_evaluation`. A checkpoint holds these five."""
+    """What the functions below share. A checkpoint holds the weights of `model`, the `optimizer`,
+    `step`, `best` and `last_evaluation`, which are all that a step changes.
+
+    `model`, `sampler` and `policy` usually have the same weights. In mixed precision the sampler is
+    a copy in bfloat16, which differs by rounding. With the key `shard` it is a whole copy, and
+    `Sharded` takes the place of DistributedDataParallel."""
 
     config: Config
     folder: RunFolder
@@ -104,11 +107,11 @@ class Run:
     training_rows: list[dict]     # A row has a "prompt", and what the task needs for the reward.
     validation_rows: list[dict]   # These are held out.
     model: nn.Module              # the weights that learn
-    sampler: nn.Module            # `model` itself, or a copy. It samples answers.
-    policy: DistributedDataParallel | Sharded  # a `Policy` of `model`, wrapped to share gradients
+    sampler: nn.Module            # It samples answers.
+    policy: DistributedDataParallel | Sharded  # It computes log-probabilities, with gradients.
     reference: nn.Module | None   # a `Policy` of the model as it was loaded, for a KL penalty
     optimizer: torch.optim.Optimizer
-    step: int                     # the number of training steps that have begun
+    step: int                     # the number of the training step, from 1. Before, it is 0.
     best: tuple[float, float]     # best_of_n and solved of the best evaluation, known to rank 0
     last_evaluation: int | None   # the step after which the model was last evaluated
 
@@ -119,7 +122,7 @@ def training_step(run: Run) -> dict[str, float]:
     """Takes one step of Dr. GRPO. Returns what its last update was like. Collective."""
     run.step += 1
     training = run.config.training
-    # Random numbers are a function of seed, step, purpose and rank.
+    # Random numbers are a function of seed, step, purpose and rank. (`random_seed` adds the rank.)
     torch.manual_seed(random_seed(training.seed, run.step, "train"))
 
     # 1. and 2. Sample a group of answers to each of the next questions.
@@ -135,15 +138,15 @@ def training_step(run: Run) -> dict[str, float]:
     for group in groups:
         answers += compute_advantages(group, training)
 
-    # 5. Update the weights. `StepReport` measures before and after, and changes nothing. In step 1,
-    # and with each evaluation, it makes a forward pass more to see how log-probabilities change.
+    # 5. Update the weights. (The report is for the log alone. In step 1, and with each evaluation,
+    # it costs another forward pass, to see how far the update has moved log-probabilities.)
     with run.log.phase("measure"):
         report = StepReport(run.policy.module, run.task, run.config, run.step, groups)
     with run.log.phase("learn"):
         updates = learn(run, answers)
     with run.log.phase("measure"):
         metrics = report.metrics(answers, updates, run.log.seconds)
-    run.log.step(run.step, metrics)
+    run.log.step(run.step, {**metrics, "learning_rate": learning_rate_at(run.step, training)})
 
     # 6. Now and then, measure the model on questions that it never trains on.
     if is_due(run.step, run.config.validation.every, run.config):  # Also due after the last step.
@@ -190,8 +193,8 @@ def sample(run: Run, asked: list[Question], group_size: int) -> list[list[Trajec
         eos_token_id=run.stop_ids,
         pad_token_id=run.stop_ids[0],
     )
-    # This is Hugging Face's `generate`, called for 16 tokens at a time, so that answers that have
-    # ended can leave. Answers come without padding, with their stop token.
+    # Hugging Face's `generate`, for 16 tokens at a time and at most `max_rows` answers. So answers
+    # that have ended take no more time. They come without padding, with their stop token.
     completions = generate(
         run.sampler, prompts, settings, config.sampling.max_rows, run.log.counter(len(prompts)))
     groups = []
@@ -211,10 +214,8 @@ def make_trajectory(run: Run, question: Question, completion_ids: list[int]) -> 
 # ---------------------------------------------------------------- 3. rewards
 
 def score(run: Run, groups: list[list[Trajectory]]) -> None:
-    """Sets the reward of every answer. It is a weighted sum of the parts that the task returns.
-
-    Of a wrong answer in the right format, for example, the task returns {"format": 1.0, "answer":
-    0.0}. With the weights {"format": 0.1, "answer": 1.0} its reward is 0.1."""
+    """Sets the reward of every answer. It is a weighted sum of the parts that the task returns,
+    like {"format": 1.0, "answer": 0.0}. With the weights 0.1 and 1.0 this answer has 0.1."""
     for group in run.log.progress(groups):
         for answer in group:
             answer.reward_parts = grade(run.task, answer.completion, answer.question.row)
@@ -232,7 +233,7 @@ def compute_advantages(group: list[Trajectory], training: TrainingSettings) -> l
         return imitate_best(group, training)  # a variant
     rewards = [answer.reward for answer in group]
     if max(rewards) == min(rewards):
-        return group  # All advantages stay exactly 0. A rounded mean could make them differ from 0.
+        return group  # All advantages stay exactly 0. With a rounded mean they might not.
     mean_reward = sum(rewards) / len(rewards)
     for answer in group:
         answer.advantage = answer.reward - mean_reward
@@ -246,8 +247,7 @@ def compute_advantages(group: list[Trajectory], training: TrainingSettings) -> l
 def learn(run: Run, answers: list[Trajectory]) -> list[dict[str, float]]:
     """Updates the weights, by default once. Returns what each update was like. Collective."""
     training = run.config.training
-    learning_rate = learning_rate_at(run.step, training)
-    run.optimizer.param_groups[0]["lr"] = learning_rate
+    run.optimizer.param_groups[0]["lr"] = learning_rate_at(run.step, training)
     # Answers without an advantage cost no pass through the model. But they count in the totals.
     learned = [answer for answer in answers if is_learned_from(answer, training)]
     totals = sum_over_ranks({
@@ -256,13 +256,13 @@ def learn(run: Run, answers: list[Trajectory]) -> list[dict[str, float]]:
         "learned": len(learned),
     })
     if totals["learned"] == 0:
-        return [{**NOTHING_LEARNED, "learning_rate": learning_rate}]
+        return [NOTHING_LEARNED]
     if training.kl_beta:
         add_reference_log_probs(run, learned)  # a variant
     updates = []
     for _ in range(training.updates_per_batch):
         update = policy_gradient(run, learned, totals)
-        updates.append({**update, "learning_rate": learning_rate})
+        updates.append(update)
         if update["non_finite"]:
             break  # The weights stay as they are.
         run.optimizer.step()
@@ -282,12 +282,12 @@ def policy_gradient(
     Returns what the update is like. Collective."""
     training = run.config.training
     policy = run.policy
-    policy.train()  # For gradient checkpointing. `load_model` has set every dropout to 0.
+    policy.train()  # For gradient checkpointing. All dropout is 0. `generate` sets eval mode again.
     policy.zero_grad(set_to_none=False)  # Gradients stay in DistributedDataParallel's buffers.
-    statistics = UpdateStatistics(training)
+    statistics = UpdateStatistics()
     # Gradients of micro-batches add up on their rank. Each rank shares its sum once, in its last
-    # backward pass. A rank that learns from no answer gets a micro-batch without tokens. Its loss
-    # is an empty sum, with the gradient 0.
+    # backward pass. A rank that learns from no answer gets one made-up answer that has no tokens.
+    # Its loss is an empty sum, with the gradient 0.
     micro_batches = split_into_micro_batches(learned, training)
     for batch in run.log.progress(micro_batches):
         is_last = batch is micro_batches[-1]
@@ -318,16 +318,18 @@ class Policy(nn.Module):
     def forward(self, answers: list[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns two tensors of shape (tokens,), one answer after the other: the log-probability
         of each sampled token, and the entropy of the softmax at its place."""
-        # For one answer this is what `model(prompt + answer).logits[len(prompt) - 1:-1]` predicts.
-        # The hidden state at t - 1 predicts the token at t. So the inputs are the last token of the
-        # prompt, and all tokens of the answer but its last. They stand behind the rest of the
-        # prompt. Padding is on the right, where no token of a causal model looks at it.
+        # A model predicts the next token. Of a prompt p0 p1 p2 and an answer a0 a1 a2 it reads
+        #     prefix p0 p1, then inputs p2 a0 a1
+        #     to predict            ids a0 a1 a2, each from the state of the input above it.
+        # The plain way for one answer: model(prompt + answer).logits[len(prompt) - 1:-1].
+        # Padding is on the right, where no token of a causal model looks at it.
         ids, is_token = pad_right([answer.completion_ids for answer in answers], self.model.device)
         last_of_prompt = ids.new_tensor([answer.prompt_ids[-1:] for answer in answers])
-        inputs = torch.cat([last_of_prompt, ids[:, :-1]], 1)  # (answers, time), as ids and is_token
+        inputs = torch.cat([last_of_prompt, ids[:, :-1]], 1)  # all three (answers, longest answer)
         prefixes = [answer.prompt_ids[:-1] for answer in answers]
         with torch.autocast(self.model.device.type, HALF_PRECISION, enabled=self.use_autocast):
-            # Equal prefixes are read once for all of their answers, if the model can do that.
+            # The states of the inputs where `is_token`, in the order of ids[is_token]. A prefix is
+            # read once for all of its answers. Models that cannot do that read it for each answer.
             states = hidden_states(self.model, prefixes, inputs, is_token)  # (tokens, width)
             # Logits are large, so they are computed in chunks, and again in the backward pass.
             return compute_in_chunks(self.log_probs_of_chunk, states, ids[is_token], self.model)
@@ -350,28 +352,27 @@ def policy_loss(
     totals: dict[str, float],       # answers of the step and their tokens, of all ranks
     training: TrainingSettings,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Returns this micro-batch's part of the loss. The whole loss of Dr. GRPO is
+    """Returns this micro-batch's part of the loss, and what variants tell of it. Dr. GRPO's loss is
 
         - sum over answers, sum over their tokens: advantage * token_log_prob / normalizer
         with normalizer = num_answers * max_new_gen_tokens
 
     Why? We want a higher mean reward of answers that the model samples itself. The gradient of this
     mean is the mean of reward * gradient of log_prob(answer) (REINFORCE, Williams 1992), where
-    log_prob(answer) is the sum over its tokens.
+    log_prob(answer) is the sum over its tokens. So a step down the loss is a step up this mean.
 
-    Why the advantage and not the reward? The gradient of log_prob(answer) is 0 on average, so the
-    same number may be subtracted from all rewards. The group's mean takes away noise. Without it,
-    nearly every answer to an easy question would push as hard as a rare right answer to a hard one.
-    The mean includes the answer itself, which only scales the gradient by 1 - 1 / group_size.
+    Why the advantage and not the reward? The gradient of log_prob(answer) is 0 on average. So a
+    number that does not depend on the answer may be subtracted from its reward. The mean reward of
+    the other answers takes away noise. Without it, a right answer would push as hard when seven of
+    eight are right as when it is the only one. (That our mean includes the answer itself only
+    scales the gradient, by 1 - 1 / group_size.)
 
     Why not the ratio of PPO? It corrects for a policy that has changed since it sampled. With one
     update for each batch it has not. The ratio is 1, and its gradient is that of log_prob.
 
-    Why this normalizer? A constant only sets the scale. Division by the length of the answer would
-    give tokens of short answers more weight than those of long ones. All sums are over all ranks,
-    so it does not matter how answers are split into micro-batches or ranks.
-
-    The dictionary is empty. Variants return sums over tokens in it, for metrics."""
+    Why this normalizer? A constant only sets the scale, and AdamW nearly cancels that. Dividing by
+    the length of the answer would give tokens of short answers more weight than those of long ones.
+    All sums are over all ranks. So it does not matter which micro-batch or rank has an answer."""
     has_ratio = training.updates_per_batch > 1
     if has_ratio or training.kl_beta or training.loss_normalizer != "max_length":
         return variant_loss(token_log_probs, batch, totals, training)
@@ -387,11 +388,10 @@ def for_each_token(values: list, batch: list[Trajectory], like: torch.Tensor) ->
 
 
 def learning_rate_at(step: int, training: TrainingSettings) -> float:
-    """The learning rate rises over `warmup_steps`, because AdamW's first steps are its largest.
-    Then it stays, or falls to 0 over `decay_steps`."""
+    """It rises over `warmup_steps`. Then it stays, or falls to 0 over `decay_steps`."""
     rising = step / max(1, training.warmup_steps)
     falling = 1.0
-    if training.decay_steps:
+    if training.decay_steps:  # It is still 1 in the first step after the warm-up.
         falling = 1 - (step - 1 - training.warmup_steps) / training.decay_steps
     return training.learning_rate * max(0.0, min(1.0, rising, falling))
 
@@ -402,9 +402,8 @@ def evaluate(run: Run) -> list[list[Trajectory]] | None:
     """Samples a group of `best_of_n` answers to every held-out question. The ranks share the
     questions. Rank 0 returns all groups, and the others return None. Collective."""
     torch.manual_seed(random_seed(run.config.training.seed, run.step, "evaluate"))
-    own_rows = run.validation_rows[RANK::WORLD_SIZE]
     with run.log.phase("evaluate"):
-        asked = [make_question(run, row) for row in own_rows]
+        asked = [make_question(run, row) for row in run.validation_rows[RANK::WORLD_SIZE]]
         groups = sample(run, asked, run.config.validation.best_of_n)
     with run.log.phase("score"):
         score(run, groups)
@@ -412,14 +411,16 @@ def evaluate(run: Run) -> list[list[Trajectory]] | None:
     dist.gather_object(groups, gathered)
     if RANK != 0:
         return None
-    return [gathered[i % WORLD_SIZE][i // WORLD_SIZE] for i in range(len(run.validation_rows))]
+    num_groups = len(run.validation_rows)  # and in the order of these rows
+    return [gathered[i % WORLD_SIZE][i // WORLD_SIZE] for i in range(num_groups)]
 
 
 def evaluate_and_keep_best(run: Run) -> None:
     """Evaluates the model, and saves it if it is the best so far. Collective.
 
     `solved` is the share of all answers that solve their question. `best_of_n` is the share of
-    questions whose best answer, the one with the highest reward, solves it."""
+    questions whose best answer, the one with the highest reward, solves it. The best model has the
+    highest `best_of_n`, and among equals the highest `solved`."""
     groups = evaluate(run)
     run.last_evaluation = run.step
     if groups is None:
@@ -439,33 +440,28 @@ def train(run: Run) -> None:
     """Trains to the last step. A run that is killed at any time resumes after the newest step that
     was saved, and repeats what came after it. Collective."""
     training = run.config.training
-    # Evaluate before the first step, or when max_steps was lowered and no step is left.
-    if run.last_evaluation != run.step and (run.step == 0 or run.step >= training.max_steps):
+    is_new = run.last_evaluation is None
+    is_over = run.step >= training.max_steps  # You may have lowered max_steps.
+    if is_new or (is_over and run.last_evaluation != run.step):
         evaluate_and_keep_best(run)
-    num_skipped = 0  # steps in a row with a gradient that is not finite; five end the run
+    num_skipped = 0  # steps in a row with a gradient that is not finite
     while run.step < training.max_steps:
         update = training_step(run)
-        num_skipped = count_skipped(num_skipped, update, run.step)
+        num_skipped = count_skipped(num_skipped, update, run.step)  # Five in a row end the run.
         if is_due(run.step, run.config.checkpoint.every, run.config):
             with run.log.phase("save"):
-                run.folder.save(
-                    run.policy.module, run.sampler, run.optimizer,
-                    step=run.step, best=run.best, last_evaluation=run.last_evaluation)
+                run.folder.save(run.model, run.sampler, run.optimizer, step=run.step,
+                                best=run.best, last_evaluation=run.last_evaluation)
 
 
 def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
-    """Loads all that a run needs, and restores the newest checkpoint if there is one. Collective.
-
-    The policy computes log-probabilities of answers, with gradients. The sampler generates answers.
-    Usually one set of weights serves both. In mixed precision the sampler is a copy in bfloat16,
-    which differs by rounding. With `shard` it is a whole copy on each rank."""
+    """Loads all that a run needs, and restores its newest checkpoint, if any. Collective."""
     training = config.training
     with errors_on_all_ranks(), log.phase("read"):
         task = load_task(config)
         model, tokenizer = load_model(config)
         stop_ids = find_stop_ids(model, tokenizer)
-        training_rows, validation_rows = load_questions(task, tokenizer, config)
-        check_prompt_lengths(training_rows + validation_rows, task, model, tokenizer, config)
+        training_rows, validation_rows = load_questions(task, model, tokenizer, config)
         sampler = make_sampler(model, config)
         reference = Policy(make_reference(model, config), config) if training.kl_beta else None
     with log.phase("prepare"):
@@ -477,7 +473,7 @@ def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
         optimizer = torch.optim.AdamW(  # `learn` sets the learning rate of each step.
             policy.parameters(), lr=0.0, betas=training.adam_betas,
             weight_decay=training.weight_decay, fused=True)
-        warm_up(policy, optimizer)  # It allocates memory, and changes no weight.
+        warm_up(policy, optimizer)  # It allocates memory. Weights and optimizer stay as they are.
         restored = folder.restore(model, optimizer)  # step, best and last_evaluation
         refresh_sampler(sampler, model)
         run = Run(
@@ -508,21 +504,19 @@ def main(arguments: list[str]) -> None:
 # GRPO as published (Shao et al. 2024) has this loss for the G answers to one question:
 #
 #     - 1/G * sum over answers, 1/length * sum over tokens:
-#           min(ratio * A, clip(ratio, 1 - 0.2, 1 + 0.2) * A) - beta * KL
+#           min(ratio * A, clip(ratio, 1 - 0.2, 1 + 0.2) * A) - beta * (q - 1 - log q)
 #     A     = (reward - mean reward of the group) / standard deviation of its rewards
-#     ratio = p(token) / p(token) before the first update on these answers
-#     KL    = q - 1 - log q, with q = p(token) by the model as it was loaded / p(token)
-#
+#     ratio = probability of the token / what it was before the first update on these answers
+#     q     = probability of the token by the model as it was loaded / its probability now
 # Its keys are scale_rewards=group, loss_normalizer=sequence, kl_beta=0.04, kl_in=loss and, with
 # several updates_per_batch, clip=[0.2,0.2].
 
 def imitate_best(group: list[Trajectory], training: TrainingSettings) -> list[Trajectory]:
-    """Self-imitation (Oh et al. 2018). Key: `learning_type: sil`.
+    """Self-imitation (after Oh et al. 2018). Key: `learning_type: sil`.
 
     The model imitates the k best of n answers, and learns from nothing else. Each has the advantage
-    1, or 0 if its reward is not above 0. Of answers of equal reward the first ones count, which is
-    no preference, because all were sampled alike."""
-    k, _ = training.k_best_of_n  # n is the group size.
+    1, or 0 if its reward is not above 0. Of equal ones the first count: all were sampled alike."""
+    k, _ = training.k_best_of_n  # The other number is the group size.
     ranked = sorted(group, key=lambda answer: answer.reward, reverse=True)
     for answer in ranked[:k]:
         answer.advantage = 1.0 if answer.reward > 0 else 0.0
@@ -611,7 +605,7 @@ def ratio_objective(
         # CISPO (MiniMax 2025): the ratio is a constant weight, with an upper bound alone.
         weight = ratio.detach().clamp(max=1 + high)
         return weight * advantages * token_log_probs, ratio > 1 + high
-    unclipped = ratio * advantages
+    unclipped = ratio * advantages  # PPO
     objective = torch.minimum(unclipped, ratio.clamp(1 - low, 1 + high) * advantages)
     return objective, objective < unclipped
 
@@ -626,7 +620,8 @@ def kl_in_reward(token_log_probs: torch.Tensor, batch: list[Trajectory]) -> torc
     """KL penalty as a part of each token's reward. Keys: `kl_beta`, `kl_in: reward`.
 
     It keeps the policy near the model as it was loaded. Detached, it is subtracted from the
-    advantage. The gradient is on average that of the per-token KL(policy || reference)."""
+    advantage. With grpo and one update, the gradient is on average that of KL(policy || reference),
+    token by token."""
     reference_log_probs = torch.cat([answer.reference_log_probs for answer in batch])
     return (token_log_probs - reference_log_probs).detach()
 
@@ -634,11 +629,11 @@ def kl_in_reward(token_log_probs: torch.Tensor, batch: list[Trajectory]) -> torc
 def kl_in_loss(token_log_probs: torch.Tensor, batch: list[Trajectory]) -> torch.Tensor:
     """KL penalty as GRPO was published. Keys: `kl_beta`, `kl_in: loss`.
 
-    Its value is r - 1 - log r, where r is reference / policy. It estimates KL(policy || reference)
-    and is never negative. But its gradient is on average that of KL(reference || policy)."""
+    Its value is q - 1 - log q, with the q of above. It estimates KL(policy || reference) and is
+    never negative. But its gradient is on average that of KL(reference || policy)."""
     reference_log_probs = torch.cat([answer.reference_log_probs for answer in batch])
-    log_ratio = reference_log_probs - token_log_probs
-    return torch.expm1(log_ratio) - log_ratio
+    log_q = reference_log_probs - token_log_probs
+    return torch.expm1(log_q) - log_q
 
 
 if __name__ == "__main__":

@@ -35,22 +35,17 @@ NOTHING_LEARNED = {
 class UpdateStatistics:
     """Adds up over micro-batches what is told of an update."""
 
-    def __init__(self, training: TrainingSettings):
-        self.sums: dict[str, Any] = {"loss": 0.0, "entropy": 0.0, "tokens": 0.0}
-        if training.kl_beta:
-            self.sums["kl"] = 0.0
-        if training.clip and training.updates_per_batch > 1:
-            self.sums["clipped"] = 0.0
+    def __init__(self):
+        self.sums: dict[str, Any] = {}
 
     @torch.no_grad()
     def add(
         self, loss: torch.Tensor, entropies: torch.Tensor, watched: dict[str, torch.Tensor]
     ) -> None:
         """Adds a micro-batch. `entropies` are of its tokens, (tokens,)."""
-        self.sums["tokens"] += len(entropies)
-        values = {"loss": loss, "entropy": entropies.sum(), **watched}
+        values = {"loss": loss, "entropy": entropies.sum(), "tokens": len(entropies), **watched}
         for name, value in values.items():
-            self.sums[name] = self.sums[name] + value
+            self.sums[name] = self.sums.get(name, 0.0) + value
 
     def summary(self, num_learned: float, grad_norm: float) -> dict[str, float]:
         """Returns what the update was like over all ranks. Entropy, KL and the clipped share are
@@ -71,13 +66,10 @@ class UpdateStatistics:
 
 def update_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
     """Returns means over the updates that were made on one batch."""
-    made = [update for update in updates if update["updated"]]
-    if not made:
-        made = updates
+    made = [update for update in updates if update["updated"]] or updates
     means = {}
     for name in made[0]:
         means[name] = fmean(update[name] for update in made)
-    means["learning_rate"] = updates[-1]["learning_rate"]
     means["updated"] = sum(update["updated"] for update in updates)
     means["non_finite"] = updates[-1]["non_finite"]
     return means
@@ -101,22 +93,21 @@ def count_skipped(num_skipped: int, update: dict[str, float], step: int) -> int:
 class StepReport:
     """The metrics of a step, of all ranks. It is made before the update, and changes no weight.
 
-    Most of it is read off the answers and costs nothing. In step 1 it makes one more forward pass
-    over the answers before the update. After the update it makes another one in step 1, and in each
-    step that is evaluated."""
+    Most of them are read off the answers and cost nothing. In step 1 it makes a forward pass over
+    the answers before the update, and one after it. In steps that are evaluated it makes one after
+    the update. Collective."""
 
     def __init__(
         self, policy: nn.Module, task: Task, config: Config, step: int, groups: list[list]
     ):
-        """Collective."""
         self.policy = policy
         self.task = task
         self.training = config.training
         self.groups = groups
-        self.measured: dict[str, float] = {}
         self.measures_change = step == 1 or is_due(step, config.validation.every, config)
+        self.measured: dict[str, float] = {}
         if step == 1:
-            self.measured |= sampler_metrics(policy, flat(groups), self.training)
+            self.measured = sampler_metrics(policy, flat(groups), self.training)
 
     def metrics(
         self, answers: list, updates: list[dict[str, float]], seconds: dict[str, float]
@@ -125,10 +116,8 @@ class StepReport:
         `seconds` is how long each phase took on this rank. Collective."""
         if self.measures_change:
             self.measured |= change_metrics(self.policy, answers, self.training)
-        metrics = sampling_metrics(self.groups, self.task, seconds)
-        metrics |= memory_metrics()
-        metrics |= update_metrics(updates)
-        metrics |= self.measured
+        metrics = sampling_metrics(self.groups, self.task, seconds) | memory_metrics()
+        metrics |= update_metrics(updates) | self.measured
         for name, value in metrics.items():
             if not math.isfinite(value):
                 metrics[name] = None  # JSON has no NaN.
@@ -263,22 +252,18 @@ def evaluation_metrics(groups: list[list], task: Task) -> dict[str, float]:
     answers = flat(groups)
     best = []
     solved = []
-    num_right = []
     for group in groups:
         # Best of n: does the answer with the highest reward solve the question?
         best_answer = max(group, key=lambda answer: answer.reward)
         best.append(best_answer.reward_parts[task.SOLVED])
-        solved_of_group = parts_of(group, task.SOLVED)
-        solved.append(fmean(solved_of_group))
-        num_right.append(sum(value >= 1 for value in solved_of_group))
-
+        solved.append(fmean(parts_of(group, task.SOLVED)))
     metrics = {}
     for name, values in (("best_of_n", best), ("solved", solved)):
         low, high = wilson_interval(values, len(answers))
         metrics[f"eval/{name}"] = fmean(values)
         metrics[f"eval/{name}_low"] = low
         metrics[f"eval/{name}_high"] = high
-    metrics |= pass_at_k(num_right, len(groups[0]))
+    metrics |= pass_at_k(groups, task)
     metrics |= solved_by_kind(groups, solved)
     for part in task.REWARD_WEIGHTS:
         metrics[f"eval/{part}"] = fmean(parts_of(answers, part))
@@ -307,17 +292,15 @@ def wilson_interval(values: list[float], most: int) -> tuple[float, float]:
     return low, high
 
 
-def pass_at_k(num_right: list[int], n: int) -> dict[str, float]:
+def pass_at_k(groups: list[list], task: Task) -> dict[str, float]:
     """Of k answers chosen from the n to a question, is at least one right? Returns the share of
     questions for k = 1, 2, 4, ... and n."""
-    ks = []
-    k = 1
-    while k < n:
-        ks.append(k)
-        k *= 2
-    ks.append(n)
+    n = len(groups[0])
+    num_right = []
+    for group in groups:
+        num_right.append(sum(value >= 1 for value in parts_of(group, task.SOLVED)))
     metrics = {}
-    for k in ks:
+    for k in sorted({n, *(2**i for i in range(n.bit_length()))}):
         num_choices = math.comb(n, k)
         all_wrong = [math.comb(n - right, k) / num_choices for right in num_right]
         metrics[f"eval/pass_at_{k}"] = 1 - fmean(all_wrong)

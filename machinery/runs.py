@@ -24,8 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from machinery import on_ctrl_c
 from machinery.errors import OUT_OF_RANGE, SharedError, UserError, as_user_error
-from machinery.passes import MadeUpAnswer
-from machinery.ranks import RANK, WORLD_SIZE, errors_on_all_ranks, gather
+from machinery.ranks import DEVICE, RANK, WORLD_SIZE, errors_on_all_ranks, gather
 from machinery.settings import FREE_KEYS, Config, default_run_name, flatten
 from machinery.sharding import fill, gathered
 
@@ -167,12 +166,12 @@ class RunFolder:
                 fill(tensor, files[name].get_tensor(name) if RANK == 0 else None)
 
     def save(
-        self, policy: nn.Module, sampler: nn.Module, optimizer: torch.optim.Optimizer, **state: Any
+        self, model: nn.Module, sampler: nn.Module, optimizer: torch.optim.Optimizer, **state: Any
     ) -> None:
         """Saves all that resuming needs. Random numbers have no state. Collective."""
         step = state["step"]
-        self.check_weights(policy, sampler, step)
-        parts = gathered(state_tensors(policy.model, optimizer), BYTES_OF_A_FILE)
+        check_weights(model, sampler, step)
+        parts = gathered(state_tensors(model, optimizer), BYTES_OF_A_FILE)
         if RANK != 0:
             list(parts)  # There are no parts on this rank, but it helps to gather them.
             return
@@ -192,19 +191,6 @@ class RunFolder:
             self.saved = path
             for old in numbered_folders(path.parent, "step")[KEPT_CHECKPOINTS:]:
                 shutil.rmtree(old)
-
-    @torch.no_grad()
-    def check_weights(self, policy: nn.Module, sampler: nn.Module, step: int) -> None:
-        """Refuses weights that give no probabilities, and ranks whose weights differ. Collective.
-        """
-        with errors_on_all_ranks():
-            log_probs, _ = policy([MadeUpAnswer([0], [0])])
-            if not log_probs.isfinite().all():
-                raise UserError(f"after step {step} {OUT_OF_RANGE}")
-        if len(set(gather(checksum([policy.model, sampler])))) > 1:
-            raise SharedError(
-                f"after step {step} the ranks have different weights, so their gradients were not "
-                "shared, or they compute differently. This step was not saved")
 
     # ------------------------------------------------------------ the best model
 
@@ -246,16 +232,27 @@ def state_tensors(
     return tensors
 
 
-def checksum(models: list[nn.Module]) -> int:
+@torch.no_grad()
+def check_weights(model: nn.Module, sampler: nn.Module, step: int) -> None:
+    """Refuses weights that give no probabilities, and ranks whose weights differ. Collective."""
+    with errors_on_all_ranks():
+        token = torch.zeros(1, 1, dtype=torch.long, device=DEVICE)
+        if not sampler(input_ids=token, use_cache=False).logits.isfinite().all():
+            raise UserError(f"after step {step} {OUT_OF_RANGE}")
+    if len(set(gather(checksum(model, sampler)))) > 1:
+        raise SharedError(
+            f"after step {step} the ranks have different weights, so their gradients were not "
+            "shared, or they compute differently. This step was not saved")
+
+
+def checksum(model: nn.Module, sampler: nn.Module) -> int:
     """Returns a number that differs if any bit of these weights differs. Sharded weights are left
-    out, because no other rank has them."""
-    weights = set()
-    for model in models:  # They may share weights.
-        weights.update(weight for weight in model.parameters() if not isinstance(weight, DTensor))
+    out, because no other rank has them. Then the sampler has all of them."""
     total = 0
-    for weight in weights:
-        bits = weight.detach().view(torch.int16 if weight.element_size() == 2 else torch.int32)
-        total += int(bits.sum(dtype=torch.int64))
+    for weight in {*model.parameters(), *sampler.parameters()}:  # They may share weights.
+        if not isinstance(weight, DTensor):
+            bits = weight.view(torch.int16 if weight.element_size() == 2 else torch.int32)
+            total += int(bits.sum(dtype=torch.int64))
     return total
 
 

@@ -5,7 +5,7 @@ import importlib.util
 import math
 import random
 import sys
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,17 +87,32 @@ def import_task(name: str) -> ModuleType:
 # ---------------------------------------------------------------- questions
 
 def load_questions(
-    task: Task, tokenizer: PreTrainedTokenizerBase, config: Config
+    task: Task, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: Config
 ) -> tuple[list[dict], list[dict]]:
-    """Returns the rows to train on and the rows that are held out, the same on every rank.
+    """Returns the rows to train on and the rows that are held out, the same on every rank."""
+    def num_tokens(row: dict) -> int:
+        return len(encode_prompt(row, task, tokenizer, config))
 
-    No problem is in both. Each problem that is held out stands there once."""
     try:
         rows = list(task.load(beside_main(config.data.dataset), config.data.max_rows))
     except ValueError as error:
         raise UserError(describe(error)) from error
-    if config.data.max_prompt_tokens is not None:
-        rows = leave_out_long_prompts(rows, task, tokenizer, config)
+    most = config.data.max_prompt_tokens
+    if most is not None:
+        num_loaded = len(rows)
+        rows = [row for row in rows if num_tokens(row) <= most]
+        if RANK == 0:
+            print(f"data.max_prompt_tokens={most} leaves out {num_loaded - len(rows):,} of "
+                  f"{num_loaded:,} questions")
+    training, validation = split(rows, config)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
+    check_prompt_lengths(rows, num_tokens, context, config)
+    return training, validation
+
+
+def split(rows: list[dict], config: Config) -> tuple[list[dict], list[dict]]:
+    """Returns the rows to train on and those that are held out. No problem is in both. Each problem
+    that is held out stands there once."""
     rows_by_problem: dict[Hashable, list[dict]] = {}
     for row in rows:
         problem = row.get("problem", row["prompt"])
@@ -109,26 +124,29 @@ def load_questions(
     training = []
     for problem in problems[num_validation:]:
         training += rows_by_problem[problem]
-
-    if not training:
-        raise UserError(f"data.num_validation={num_validation}: of {len(problems)} different "
-                        f"problems that task.name={config.task.name!r} gives, none is left to "
-                        f"train on (data.max_prompt_tokens={config.data.max_prompt_tokens})")
     if WORLD_SIZE > min(len(training), len(validation)):
-        raise UserError(f"{WORLD_SIZE} ranks for {len(training)} training and {len(validation)} "
-                        "validation questions: start fewer ranks, or raise data.num_validation")
+        raise UserError(f"data.num_validation={num_validation} leaves {len(training)} training and "
+                        f"{len(validation)} validation questions of {len(rows)}, for {WORLD_SIZE} "
+                        "ranks: change it, or start fewer ranks")
     return training, validation
 
 
-def leave_out_long_prompts(
-    rows: list[dict], task: Task, tokenizer: PreTrainedTokenizerBase, config: Config
-) -> list[dict]:
-    most = config.data.max_prompt_tokens
-    kept = [row for row in rows if len(encode_prompt(row, task, tokenizer, config)) <= most]
-    if RANK == 0:
-        print(f"data.max_prompt_tokens={most} leaves out {len(rows) - len(kept):,} of "
-              f"{len(rows):,} questions")
-    return kept
+def check_prompt_lengths(
+    rows: list[dict], num_tokens: Callable[[dict], int], context: float, config: Config
+) -> None:
+    """Refuses a prompt that has no room for its answer."""
+    L = config.training.max_new_gen_tokens
+    # Encoding all prompts takes long. A token has at least one byte, so prompts of few bytes fit.
+    template_length = num_tokens(rows[0])  # No less than what a chat template adds.
+    longest = 0
+    for row in rows:
+        num_bytes = len(row["prompt"].encode())
+        if num_bytes + template_length + L > context:
+            longest = max(longest, num_tokens(row))
+    if longest + L > context:
+        raise UserError(f"training.max_new_gen_tokens={L}: with a prompt of {longest} tokens it "
+                        f"exceeds the {context} that {config.model.name!r} can process: write at "
+                        f"most {max(0, context - longest)}, or set data.max_prompt_tokens")
 
 
 def encode_prompt(row: dict, task: Task, tokenizer: PreTrainedTokenizerBase,
@@ -148,29 +166,6 @@ def encode_prompt(row: dict, task: Task, tokenizer: PreTrainedTokenizerBase,
         text += task.REPLY_START
     # The template has added all special tokens.
     return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def check_prompt_lengths(
-    rows: list[dict], task: Task, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
-    config: Config,
-) -> None:
-    """Refuses a prompt that has no room for its answer."""
-    def num_tokens(row: dict) -> int:
-        return len(encode_prompt(row, task, tokenizer, config))
-
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
-    L = config.training.max_new_gen_tokens
-    # Encoding all prompts takes long. A token has at least one byte, so prompts of few bytes fit.
-    template_length = num_tokens(rows[0])  # No less than what a chat template adds.
-    longest = 0
-    for row in rows:
-        num_bytes = len(row["prompt"].encode())
-        if num_bytes + template_length + L > context:
-            longest = max(longest, num_tokens(row))
-    if longest + L > context:
-        raise UserError(f"training.max_new_gen_tokens={L}: with a prompt of {longest} tokens it "
-                        f"exceeds the {context} that {config.model.name!r} can process: write at "
-                        f"most {max(0, context - longest)}, or set data.max_prompt_tokens")
 
 
 # ---------------------------------------------------------------- rewards
