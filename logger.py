@@ -83,11 +83,12 @@ class Logger:
         (self.path / "summary.json").unlink(missing_ok=True)  # Of an earlier start.
         self.history = self.folder.read("metrics.jsonl")
         for note in self.folder.notes:
-            print(wrap(note))
+            print(note)  # A path in it stays in one piece.
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         num_questions = self.config.training.num_samples_per_step
         print(wrap(
-            f"{num_parameters / 1e6:,.1f} M parameters on {WORLD_SIZE} x {DEVICE.type}. "
+            f"{num_parameters / 1e6:,.1f} M parameters in {self.config.model.precision} on "
+            f"{WORLD_SIZE} x {DEVICE.type}. "
             f"{num_training:,} questions to train on, {num_questions} x {WORLD_SIZE} per step with "
             f"{self.config.training.group_size} answers to each. "
             f"{num_validation:,} questions are held out. "
@@ -159,8 +160,7 @@ class Logger:
 
     def how_it_was_made(self) -> dict[str, Any]:
         """Returns the settings, and the evaluations before training and of the newest model."""
-        last = self.history[-1]
-        return {"step": last["step"], "before_training": self.history[0], "now": last,
+        return {**self.history[-1], "before_training": self.history[0],
                 "settings": self.config.model_dump(mode="json")}
 
     # ------------------------------------------------------------ what is kept

@@ -166,16 +166,14 @@ class RunFolder:
                 fill(tensor, files[name].get_tensor(name) if RANK == 0 else None)
 
     def save(
-        self, model: nn.Module, sampler: nn.Module, optimizer: torch.optim.Optimizer, **state: Any
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, **state: Any
     ) -> None:
         """Saves all that resuming needs. Random numbers have no state. Collective."""
-        step = state["step"]
-        check_weights(model, sampler, step)
         parts = gathered(state_tensors(model, optimizer), BYTES_OF_A_FILE)
         if RANK != 0:
             list(parts)  # There are no parts on this rank, but it helps to gather them.
             return
-        path = self.path / "checkpoints" / f"step-{step:06d}"
+        path = self.path / "checkpoints" / f"step-{state['step']:06d}"
         with self.writing():
             with appearing(path) as folder:
                 for number, part in enumerate(parts, start=1):

@@ -105,8 +105,7 @@ def load_questions(
             print(f"data.max_prompt_tokens={most} leaves out {num_loaded - len(rows):,} of "
                   f"{num_loaded:,} questions")
     training, validation = split(rows, config)
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
-    check_prompt_lengths(rows, num_tokens, context, config)
+    check_prompt_lengths(rows, num_tokens, longest_text(model), config)
     return training, validation
 
 
@@ -166,6 +165,15 @@ def encode_prompt(row: dict, task: Task, tokenizer: PreTrainedTokenizerBase,
         text += task.REPLY_START
     # The template has added all special tokens.
     return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def longest_text(model: PreTrainedModel) -> float:
+    """Returns up to how many tokens the model computes a text by itself as in a batch."""
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":  # A longer text would change the others in its batch.
+        return rope["original_max_position_embeddings"]
+    return getattr(config, "max_position_embeddings", math.inf)
 
 
 # ---------------------------------------------------------------- rewards
