@@ -82,14 +82,16 @@ class Logger:
         self.folder.write("config.yaml", yaml.safe_dump(settings, sort_keys=False))
         (self.path / "summary.json").unlink(missing_ok=True)  # Of an earlier start.
         self.history = self.folder.read("metrics.jsonl")
-        for note in self.folder.notes:
-            print(note)  # A path in it stays in one piece.
+        if self.folder.checkpoint:
+            print(f"resuming from {self.folder.checkpoint.path}")
+            if step >= self.config.training.max_steps:
+                print("this run has finished: raise training.max_steps to train further")
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        num_questions = self.config.training.num_samples_per_step
         print(wrap(
             f"{num_parameters / 1e6:,.1f} M parameters in {self.config.model.precision} on "
             f"{WORLD_SIZE} x {DEVICE.type}. "
-            f"{num_training:,} questions to train on, {num_questions} x {WORLD_SIZE} per step with "
+            f"{num_training:,} questions to train on, "
+            f"{self.config.training.num_samples_per_step} x {WORLD_SIZE} per step with "
             f"{self.config.training.group_size} answers to each. "
             f"{num_validation:,} questions are held out. "
             f"Every setting is in {self.path / 'config.yaml'}"))
@@ -141,7 +143,7 @@ class Logger:
         self._keep(step, metrics)
         print(step_line(step, metrics))
         if step == 1:
-            for line in look_at_first_step(metrics, self.config):
+            for line in look_at_first_step(metrics):
                 print(wrap(line, "  "))
         if time.monotonic() - self.last_drawing > SECONDS_BETWEEN_DRAWINGS:
             self._draw_curves()
@@ -152,8 +154,7 @@ class Logger:
         self._keep_samples(step, groups)
         print(evaluation_line(step, self.config.validation.best_of_n, metrics))
         if step == 0:
-            prompt = groups[0][0].question.row["prompt"]
-            print(wrap(f"a question as the model sees it:\n{prompt}", "  "))
+            print(wrap(f"a question:\n{groups[0][0].question.row['prompt']}", "  "))
         for group in groups[:3]:
             print(answer_lines(group[0].question.row["prompt"], group[0]))
         self._draw_curves()
@@ -193,11 +194,10 @@ class Logger:
         if summary["best"]["step"] == 0 < summary["steps"]:
             print("no evaluation was better than the one before training")
         print(f"the best model, of step {summary['best']['step']}, is in {folder}")
-        examples = os.path.relpath(ROOT / "examples")
-        look = [sys.executable, f"{examples}/one_run.py", str(self.path)]
+        look = [sys.executable, str(ROOT / "examples/one_run.py"), str(self.path)]
         print(f"look at it: {shlex.join(look)}")
         if self.config.task.name == "countdown":
-            ask = [sys.executable, f"{examples}/ask.py", "--model", str(folder)]
+            ask = [sys.executable, str(ROOT / "examples/ask.py"), "--model", str(folder)]
             print(f"try it: {shlex.join([*ask, '3', '7', '25', '=', '68'])}")
         for name in ARTIFACTS:
             self._tell_mlflow("log_artifact", str(self.path / name))

@@ -473,17 +473,15 @@ def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
             policy.parameters(), lr=0.0, betas=training.adam_betas,
             weight_decay=training.weight_decay, fused=True)
         warm_up(policy, optimizer)  # Now the optimizer has a state, of zeros. No weight changes.
+        # Policy and sampler do the same as the model by itself, or the run ends here.
+        any_prompt = encode_prompt(training_rows[0], task, tokenizer, config)
+        check_model(policy, sampler, any_prompt, stop_ids[0], config)
         restored = folder.restore(model, optimizer)  # step, best and last_evaluation
         refresh_sampler(sampler, model)
-        run = Run(
-            config=config, folder=folder, log=log, task=task, tokenizer=tokenizer,
-            stop_ids=stop_ids, training_rows=training_rows, validation_rows=validation_rows,
-            model=model, sampler=sampler, policy=policy, reference=reference, optimizer=optimizer,
-            **restored)
-        # Policy and sampler do the same as the model by itself, or the run ends here.
-        any_prompt = make_question(run, training_rows[0]).prompt_ids
-        check_model(policy, sampler, any_prompt, stop_ids[0], config)
-    return run
+    return Run(
+        config=config, folder=folder, log=log, task=task, tokenizer=tokenizer, stop_ids=stop_ids,
+        training_rows=training_rows, validation_rows=validation_rows, model=model, sampler=sampler,
+        policy=policy, reference=reference, optimizer=optimizer, **restored)
 
 
 def main(arguments: list[str]) -> None:

@@ -5,7 +5,6 @@ Importing this package comes before everything else. It reads .env, and says wha
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from dotenv import load_dotenv
@@ -14,26 +13,21 @@ IS_FIRST_RANK = os.environ.get("RANK", "0") == "0"
 IS_A_COMMAND = Path(sys.argv[0]).name in ("main.py", "ask.py", "one_step.py")
 
 
-def on_ctrl_c(describe_saved: Callable[[], str]) -> None:
+def on_ctrl_c() -> None:
     """From now on Ctrl-C prints one line and ends the process with 130. There is nothing to tidy
     up, because a run resumes from its newest checkpoint."""
-
-    own_process = os.getpid()
-
     def end(number: int, frame: object) -> None:
-        if os.getpid() == own_process:  # and not one that a reward has forked
-            # Not `print`, which this may have interrupted.
-            os.write(2, f"\nstopped by Ctrl-C; {describe_saved()}\n".encode())
+        # Not `print`, which this may have interrupted.
+        os.write(2, b"\nstopped by Ctrl-C; the same command resumes what was saved\n")
         os._exit(130)
 
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-        return  # As nohup wants it.
-    # Python's handlers wait for the end of C code, so ranks that have nothing to say have none.
-    signal.signal(signal.SIGINT, end if IS_FIRST_RANK else signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # With nohup it is to be ignored.
+        # Python's handlers wait for the end of C code, so ranks that say nothing have none.
+        signal.signal(signal.SIGINT, end if IS_FIRST_RANK else signal.SIG_DFL)
 
 
 if IS_A_COMMAND:
-    on_ctrl_c(lambda: "this start has saved nothing")
+    on_ctrl_c()
     if IS_FIRST_RANK:
         print("importing PyTorch and transformers, 5 to 20 seconds ...", flush=True)
 # Before transformers and datasets are imported, which read HF_HUB_OFFLINE and the like only then.

@@ -1,8 +1,10 @@
 """A user's mistake ends in one line that says what to do. All else ends in Python's traceback."""
 
 import re
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -57,8 +59,10 @@ def as_user_error(
     except kinds as error:
         if isinstance(error, UserError) or is_out_of_memory(error) or is_lost_rank(error):
             raise
-        reason = describe(error, 105)
-        raise UserError(f"{what} ({type(error).__name__}: {reason})") from error
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        reason = f"{type(error).__name__}: {describe(error, 105)}"
+        where = f"{Path(place.filename).name}:{place.lineno}"
+        raise UserError(f"{what} ({reason}, at {where})") from error
 
 
 @contextmanager

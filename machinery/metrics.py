@@ -3,6 +3,7 @@
 They change nothing. docs/numbers.md says what each number means."""
 
 import math
+import re
 import resource
 import sys
 from statistics import fmean, pstdev, stdev
@@ -14,7 +15,7 @@ from torch import nn
 from machinery.errors import SharedError
 from machinery.passes import measure_in_batches, store_in_answers
 from machinery.ranks import DEVICE, WORLD_SIZE, max_over_ranks, sum_over_ranks
-from machinery.settings import Config, TrainingSettings, flatten, is_due
+from machinery.settings import Config, TrainingSettings, is_due
 from machinery.tasks import Task
 
 PHASES = ("sample", "score", "learn")
@@ -53,15 +54,15 @@ class UpdateStatistics:
         totals = sum_over_ranks({name: float(total) for name, total in self.sums.items()})
         loss = totals.pop("loss")
         num_tokens = totals.pop("tokens")
-        update = {"loss": loss}
-        for name, total in totals.items():
-            update[name] = total / num_tokens
         is_finite = math.isfinite(grad_norm) and math.isfinite(loss)  # The same on every rank.
-        update["grad_norm"] = grad_norm
-        update["learned"] = num_learned
-        update["updated"] = int(is_finite)
-        update["non_finite"] = int(not is_finite)
-        return update
+        return {
+            "loss": loss,
+            **{name: total / num_tokens for name, total in totals.items()},
+            "grad_norm": grad_norm,
+            "learned": num_learned,
+            "updated": int(is_finite),
+            "non_finite": int(not is_finite),
+        }
 
 
 def update_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
@@ -91,11 +92,9 @@ def count_skipped(num_skipped: int, update: dict[str, float], step: int) -> int:
 # ---------------------------------------------------------------- of a step
 
 class StepReport:
-    """The metrics of a step, of all ranks. It is made before the update, and changes no weight.
-
-    Most of them are read off the answers and cost nothing. In step 1 it makes a forward pass over
-    the answers before the update, and one after it. In steps that are evaluated it makes one after
-    the update. Collective."""
+    """The metrics of a step, of all ranks. It is made before the update, and changes no weight. In
+    step 1 it makes a forward pass over the answers before the update, and one after it. In steps
+    that are evaluated it makes one after the update. Collective."""
 
     def __init__(
         self, policy: nn.Module, task: Task, config: Config, step: int, groups: list[list]
@@ -135,7 +134,6 @@ def sampling_metrics(
     }
     for part in task.REWARD_WEIGHTS:
         means[f"reward/{part}"] = fmean(parts_of(answers, part))
-    for part in task.REWARD_WEIGHTS:
         means[f"reward/{part}_std"] = fmean(pstdev(parts_of(group, part)) for group in groups)
     solved = [parts_of(group, task.SOLVED) for group in groups]
     means["solved"] = fmean(parts_of(answers, task.SOLVED))
@@ -159,13 +157,11 @@ def sampling_metrics(
 def memory_metrics() -> dict[str, float]:
     """Returns the most memory that any rank has needed so far, in GB. Collective."""
     if DEVICE.type == "cuda":
-        allocated = torch.cuda.max_memory_allocated()
-        reserved = torch.cuda.max_memory_reserved()
+        num_bytes = torch.cuda.max_memory_allocated()
     else:
         unit = 1 if sys.platform == "darwin" else 1024  # Linux counts in kilobytes.
-        allocated = reserved = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    most = max_over_ranks({"memory_gb": allocated, "memory_reserved_gb": reserved})
-    return {name: num_bytes / 1e9 for name, num_bytes in most.items()}
+        num_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return max_over_ranks({"memory_gb": num_bytes / 1e9})
 
 
 def sampler_metrics(
@@ -253,7 +249,6 @@ def evaluation_metrics(groups: list[list], task: Task) -> dict[str, float]:
     best = []
     solved = []
     for group in groups:
-        # Best of n: does the answer with the highest reward solve the question?
         best_answer = max(group, key=lambda answer: answer.reward)
         best.append(best_answer.reward_parts[task.SOLVED])
         solved.append(fmean(parts_of(group, task.SOLVED)))
@@ -312,34 +307,20 @@ def solved_by_kind(groups: list[list], solved: list[float]) -> dict[str, float]:
     by_kind: dict[str, list[float]] = {}
     for group, solved_of_group in zip(groups, solved, strict=True):
         kind = str(group[0].question.row.get("group", ""))
-        if kind:
-            by_kind.setdefault(kind, []).append(solved_of_group)
-    metrics = {}
-    for kind in sorted(by_kind):
-        metrics[f"eval/solved/{kind}"] = fmean(by_kind[kind])
-    return metrics
+        by_kind.setdefault(kind, []).append(solved_of_group)
+    return {f"eval/solved/{kind}": fmean(by_kind[kind]) for kind in sorted(by_kind) if kind}
 
 
 # ---------------------------------------------------------------- what the first step says
-# Each text names the key of a setting, and behind it what the setting is now. A bad sign begins
-# with an exclamation mark.
+# A bad sign begins with an exclamation mark, and names the keys to look at.
 
-def look_at_first_step(metrics: dict[str, float | None], config: Config) -> list[str]:
+def look_at_first_step(metrics: dict[str, float | None]) -> list[str]:
     """Returns the lines that are printed under the first step: what was measured, and what is off.
-    A run that learns nothing would not say so by itself. A metric without a number is None."""
+    A run that learns nothing would not say so by itself."""
     # All comparisons with nan are false, so that a missing number is no sign of anything.
     numbers = {name: math.nan if value is None else value for name, value in metrics.items()}
     signs = signs_of_sampling(numbers) + signs_of_rewards(numbers) + signs_of_update(numbers)
-    if not any(sign.startswith("!") for sign in signs):
-        signs.append("nothing is off")
-    return measured(numbers) + [with_values(sign, config) for sign in signs]
-
-
-def with_values(text: str, config: Config) -> str:
-    """Returns the text with `training.seed (0)` in place of `{training.seed}`."""
-    for key, value in flatten(config).items():
-        text = text.replace(f"{{{key}}}", f"{key} ({value})")
-    return text
+    return measured(numbers) + (signs or ["nothing is off"])
 
 
 def measured(numbers: dict[str, float]) -> list[str]:
@@ -347,7 +328,7 @@ def measured(numbers: dict[str, float]) -> list[str]:
         "log p of a token changed on average by {change_rewarded:+.5f} in answers with a positive "
         "advantage, and by {change_punished:+.5f} in answers with a negative advantage. "
         "{change_as_meant:.0%} of all change goes the way the advantage points")
-    if math.isnan(numbers["moved"]):
+    if not numbers["learned"]:
         change = "there was nothing to learn from, so no log p has changed"
     truncation = "{truncated:.0%} of the answers are truncated, the others end by themselves"
     groups = (
@@ -356,26 +337,27 @@ def measured(numbers: dict[str, float]) -> list[str]:
     sampler = (
         "the sampled tokens differ by {sampler_gap:.3f} from what the policy samples, beyond "
         "chance")
-    return [line.format(**numbers) for line in (truncation, groups, change, sampler)]
+    lines = [line.format(**numbers) for line in (truncation, groups, change, sampler)]
+    return [re.sub(r"\+?nan%?", "n/a", line) for line in lines]
 
 
 def signs_of_sampling(numbers: dict[str, float]) -> list[str]:
     signs = [
         (numbers["truncated"] >= 0.5, (
-            "! too many answers are truncated: raise {training.max_new_gen_tokens}. Or the model "
-            "does not know its stop token. For a chat model set {data.prompt_style} to chat")),
+            "! too many answers are truncated: raise training.max_new_gen_tokens. Or the model "
+            "does not know its stop token. For a chat model set data.prompt_style to chat")),
         (numbers["sampler_gap"] >= 0.005, (
             "! the answers were not sampled from the policy that is trained: see "
-            "{sampling.temperature}, {sampling.top_p} and {sampling.top_k}. A top_p below 1 and a "
+            "sampling.temperature, sampling.top_p and sampling.top_k. A top_p below 1 and a "
             "top_k above 0 have this effect")),
         (numbers["groups_none_solved"] >= 0.9, (
-            "! the questions are too hard to learn from: take easier ones with {data.dataset}, a "
-            "better model with {model.name}, or more answers with {training.k_best_of_n}")),
+            "! the questions are too hard to learn from: take easier ones with data.dataset, a "
+            "better model with model.name, or more answers with training.k_best_of_n")),
         (numbers["groups_all_solved"] >= 0.9,
-         "! the questions are too easy to learn from: take harder ones with {data.dataset}"),
+         "! the questions are too easy to learn from: take harder ones with data.dataset"),
         (numbers["groups_without_signal"] >= 0.9, (
             "! equal rewards in a group teach grpo nothing, whatever the learning rate: see "
-            "{task.reward_weights}, {training.k_best_of_n} and {data.dataset}")),
+            "task.reward_weights, training.k_best_of_n and data.dataset")),
     ]
     return [text for is_seen, text in signs if is_seen]
 
@@ -387,12 +369,8 @@ def signs_of_rewards(numbers: dict[str, float]) -> list[str]:
         if is_part and value == 0:
             signs.append(
                 f"! {name} is 0 on average: if it is 0 for every answer, see the task's "
-                "reward_function, {task.reward_weights}, {sampling.temperature}, and whether "
-                "{data.prompt_style} suits the model")
-        if is_part and value == 1:
-            signs.append(
-                f"{name} is 1 on average: if it is 1 for every answer, it does not tell answers "
-                "apart")
+                "reward_function, task.reward_weights, sampling.temperature, and whether "
+                "data.prompt_style suits the model")
     return signs
 
 
@@ -400,17 +378,19 @@ def signs_of_update(numbers: dict[str, float]) -> list[str]:
     """Returns at most one sign, because an earlier one explains the later ones."""
     signs = [
         (numbers["non_finite"] == 1, (
-            "! the gradient is not finite, and the update was skipped: see {model.precision}, and "
-            "whether {model.name} gives finite numbers")),
+            "! the gradient is not finite, and the update was skipped: see model.precision, and "
+            "whether model.name gives finite numbers")),
         (numbers["grad_norm"] == 0, (
             "! the gradient is 0: there was nothing to learn, or the answers do not depend on the "
-            "weights that are trained. See {model.lora_rank} and {model.lora_targets}")),
+            "weights that are trained. See model.lora_rank and model.lora_targets")),
+        (numbers["learned"] and math.isnan(numbers["moved"]),
+         "! log-probabilities are not finite after the update: lower training.learning_rate"),
         (numbers["moved"] <= 0.01, (
-            "! almost nothing has changed: see {training.learning_rate}, {training.warmup_steps} "
-            "and {model.precision}")),
+            "! almost nothing has changed: see training.learning_rate, training.warmup_steps "
+            "and model.precision")),
         (numbers["change_rewarded"] <= -0.02 or numbers["change_as_meant"] <= 0.3, (
             "! answers with a positive advantage became less likely: lower "
-            "{training.learning_rate}. If that does not help, check the signs in policy_loss. "
-            "It may also be rounding, if {model.precision} is not float32")),
+            "training.learning_rate. If that does not help, check the signs in policy_loss. "
+            "It may also be rounding, if model.precision is not float32")),
     ]
     return [text for is_seen, text in signs if is_seen][:1]

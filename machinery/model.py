@@ -35,21 +35,18 @@ def load_model(config: Config) -> tuple[Any, Any]:
     missing = sorted(loading_info["missing_keys"])
     if missing:
         raise UserError(f"model.name={name!r} lacks the weights {', '.join(missing[:3])}")
-    if tokenizer.eos_token_id is None:
-        raise UserError(f"model.name={name!r}: no answer could end without an end-of-text token")
     if getattr(model, "is_quantized", False):
         raise UserError(f"model.name={name!r} is quantized, and such weights cannot learn here: "
                         "take the model as it was before")
     if config.model.lora_rank or not config.training.shard:
         model.to(DEVICE)  # A sharded model moves there layer by layer.
     # First what no text reaches is frozen, then adapters come, and of these the same is frozen.
-    with as_user_error(f"{type(model).__name__} cannot be trained here"):
+    with as_user_error(f"{type(model).__name__} cannot be trained here, with "
+                       f"model.lora_targets={config.model.lora_targets}"):
         unreached = find_unreached(model, config)
-    freeze(model, unreached)
-    if config.model.lora_rank:
-        add_adapters(model, config, unreached)
-        with as_user_error(f"{type(model).__name__} cannot be trained with "
-                           f"model.lora_targets={config.model.lora_targets}"):
+        freeze(model, unreached)
+        if config.model.lora_rank:
+            add_adapters(model, config, unreached)
             freeze(model, find_unreached(model, config))  # Not all linear layers are called.
     make_masters(model, config)
     if config.model.gradient_checkpointing:
@@ -141,14 +138,13 @@ def add_adapters(model: Any, config: Config, unreached: Sequence[str] = ()) -> N
         # best/ names the model that its adapters belong to, and has to find it from anywhere.
         model.name_or_path = str(Path(model.name_or_path).resolve())
     torch.manual_seed(config.training.seed)  # All ranks start with the same adapters.
-    with as_user_error(f"model.lora_targets={settings.lora_targets} does not fit this model"):
-        model.add_adapter(peft.LoraConfig(
-            r=settings.lora_rank,
-            lora_alpha=settings.lora_alpha,
-            target_modules=settings.lora_targets or "all-linear",
-            exclude_modules=[name.removesuffix(".weight") for name in unreached] or None,
-            task_type="CAUSAL_LM",
-        ))
+    model.add_adapter(peft.LoraConfig(
+        r=settings.lora_rank,
+        lora_alpha=settings.lora_alpha,
+        target_modules=settings.lora_targets or "all-linear",
+        exclude_modules=[name.removesuffix(".weight") for name in unreached] or None,
+        task_type="CAUSAL_LM",
+    ))
 
 
 # ---------------------------------------------------------------- precision
@@ -229,11 +225,9 @@ def make_reference(model: Any, config: Config) -> Any:
 
 
 def frozen_copy(model: Any, type_of: Callable[[nn.Parameter], torch.dtype]) -> Any:
-    """Returns a copy that does not learn, on this rank's device.
-
-    `type_of` says which type each parameter has in the copy. A parameter that learns is copied.
-    The others are shared if they already have this type. Buffers keep theirs."""
-    copies = {}
+    """Returns a copy that does not learn, on this rank's device. `type_of` says which type each
+    parameter has in it. Frozen ones are shared if they have it already."""
+    copies = {}  # {id of a parameter: what `deepcopy` takes in its place}
     for parameter in model.parameters():
         data = parameter.detach().to(DEVICE, type_of(parameter), copy=parameter.requires_grad)
         copies[id(parameter)] = nn.Parameter(data, requires_grad=False)

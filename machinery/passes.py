@@ -1,7 +1,7 @@
 """What a forward pass of answers is made of: micro-batches, padded rows, and logits in chunks."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,18 +15,8 @@ HALF_PRECISION = torch.bfloat16  # Mixed precision computes in this type, and sa
 LOGITS_PER_CHUNK = 2**25  # tokens x vocabulary, which are 128 MiB in float32
 
 
-class Answer(Protocol):
-    """What a forward pass needs of an answer. main.py's `Trajectory` has it, and more."""
-
-    prompt_ids: list[int]
-    completion_ids: list[int]
-
-
 class MadeUpAnswer:
-    """An answer that no model has sampled. It stands in wherever a pass needs one.
-
-    Without tokens it lets a rank that has nothing to learn from take part in a backward pass. The
-    loss of no tokens is an empty sum, and its gradient is 0."""
+    """What a forward pass needs of an answer. It stands in wherever no model has sampled one."""
 
     def __init__(self, prompt_ids: Sequence[int] = (0, 0), completion_ids: Sequence[int] = ()):
         self.prompt_ids = list(prompt_ids)

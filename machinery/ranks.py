@@ -72,8 +72,7 @@ def tell_mistake(error: UserError) -> int:
 
 def tell_failure(error: BaseException) -> int:
     if is_lost_rank(error):
-        # The other rank's own message says why it has ended. torchrun ends this rank too, usually
-        # before it has waited to the end.
+        # The other rank says why it has ended. Meanwhile torchrun ends this one, too.
         time.sleep(SECONDS_FOR_THE_CAUSE)
         line = (f"rank {RANK} cannot reach another rank any more ({describe(error)}). If no rank "
                 f"says why: {KILLED}; with NCCL_DEBUG=INFO nccl says what it does; a container may "
@@ -111,7 +110,9 @@ def join() -> None:
         prepare_gpu(local_ranks)
     elif local_ranks > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         # torchrun gives each rank a single thread, unless the user has set OMP_NUM_THREADS.
-        torch.set_num_threads(max(1, num_cores() // local_ranks))
+        has_affinity = hasattr(os, "sched_getaffinity")  # macOS does not have it.
+        num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
+        torch.set_num_threads(max(1, num_cores // local_ranks))
     backend = "cpu:gloo,cuda:nccl" if DEVICE.type == "cuda" else "gloo"
     with as_user_error("the ranks cannot reach each other; with several machines see "
                        "--rdzv-endpoint of torchrun, and GLOO_SOCKET_IFNAME"):
@@ -134,12 +135,6 @@ def prepare_gpu(local_ranks: int) -> None:
     # nan (pytorch issue 196678), its decoding can be wrong (193893), and it keeps a plan in memory
     # for each new length (190388).
     torch.backends.cuda.enable_cudnn_sdp(False)
-
-
-def num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):  # macOS does not have it.
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def meet() -> dist.Store:
@@ -165,8 +160,7 @@ def meet() -> dist.Store:
 
 @contextmanager
 def errors_on_all_ranks() -> Iterator[None]:
-    """A user error on one rank becomes the same error on all, so that no rank is left waiting.
-    Collective."""
+    """A user error on one rank becomes the same error on all, so none is left waiting. Collective."""
     own_message = None
     cause = None
     try:

@@ -22,16 +22,14 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from machinery import on_ctrl_c
 from machinery.errors import OUT_OF_RANGE, SharedError, UserError, as_user_error
-from machinery.ranks import DEVICE, RANK, WORLD_SIZE, errors_on_all_ranks, gather
-from machinery.settings import FREE_KEYS, Config, default_run_name, flatten
+from machinery.ranks import DEVICE, RANK, errors_on_all_ranks, gather
+from machinery.settings import Config, default_run_name, experiment
 from machinery.sharding import fill, gathered
 
 GROWING_FILES = ("metrics.jsonl", "samples.jsonl")
 KEPT_CHECKPOINTS = 2
 BYTES_OF_A_FILE = 2 * 10**9  # While saving, so much or one tensor is in the computer's RAM.
-BATCH_KEY = "training.num_samples_per_step"
 
 
 @dataclass(frozen=True)
@@ -47,8 +45,6 @@ class RunFolder:
         self.config = config
         self.path = Path(config.run.dir) / (config.run.name or default_run_name(config))
         self.checkpoint: Checkpoint | None = None  # what this start resumes from
-        self.saved: Path | None = None  # the newest checkpoint
-        self.notes: list[str] = []  # for the user, about this start
         self.started = time.monotonic()
         self.lock: TextIO | None = None
 
@@ -57,13 +53,11 @@ class RunFolder:
         with errors_on_all_ranks():
             if RANK == 0:
                 self.lock = self.take_lock()
-                on_ctrl_c(self.describe_saved)
                 self.checkpoint = newest_checkpoint(self.path)
         self.checkpoint = gather(self.checkpoint)[0]
         with errors_on_all_ranks():
             if self.checkpoint is not None:
-                self.saved = self.checkpoint.path
-                self.notes += compare_with(self.checkpoint, self.config)
+                refuse_other_experiment(self.checkpoint, self.config)
                 self.started -= self.checkpoint.state["seconds"]
         return self
 
@@ -85,11 +79,6 @@ class RunFolder:
             lock.truncate(0)
             print(f"process {os.getpid()} on {os.uname().nodename}", end="", file=lock, flush=True)
         return lock
-
-    def describe_saved(self) -> str:
-        if self.saved is None:
-            return "nothing is saved yet"
-        return f"saved up to {self.saved}; the same command resumes from there"
 
     def seconds(self) -> float:
         """Returns how long this run has taken so far, earlier starts included."""
@@ -123,9 +112,6 @@ class RunFolder:
             sizes = self.checkpoint.state["bytes"]
         for name in GROWING_FILES:
             with open(self.path / name, "ab") as file:
-                if file.tell() < sizes[name]:
-                    raise UserError(f"{file.name} has lost a part of what was in it when "
-                                    f"{self.saved} was saved: set run.name to begin anew")
                 file.truncate(sizes[name])
 
     def sync_growing_files(self) -> dict[str, int]:
@@ -140,9 +126,7 @@ class RunFolder:
     # ------------------------------------------------------------ checkpoints
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Puts weights and optimizer where the checkpoint left them. Returns the other things that
-        change in a run: its step, how good its best model is, and its last evaluation. Collective.
-        """
+        """Restores weights and optimizer. Returns step, best and last_evaluation. Collective."""
         state: dict[str, Any] = {"step": 0, "best": (-1.0, -1.0), "last_evaluation": None}
         if self.checkpoint is not None:
             self.load_tensors(model, optimizer, self.checkpoint)
@@ -179,14 +163,12 @@ class RunFolder:
                 for number, part in enumerate(parts, start=1):
                     save_file(part, folder / f"tensors-{number}.safetensors")
                 state |= {
-                    "num_ranks": WORLD_SIZE,
-                    "config": flatten(self.config),
+                    "experiment": experiment(self.config),
                     "seconds": self.seconds(),
                     "bytes": self.sync_growing_files(),
                     "files": sorted(os.listdir(folder)),
                 }
                 (folder / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
-            self.saved = path
             for old in numbered_folders(path.parent, "step")[KEPT_CHECKPOINTS:]:
                 shutil.rmtree(old)
 
@@ -254,36 +236,16 @@ def checksum(model: nn.Module, sampler: nn.Module) -> int:
     return total
 
 
-def compare_with(checkpoint: Checkpoint, config: Config) -> list[str]:
-    """Returns what a user should know about resuming, like "training.max_steps: 20 -> 30". Refuses
-    settings that make it another experiment."""
-    state = checkpoint.state
-    then = dict(state["config"])
-    now = flatten(config)
-    # What counts is how many questions all ranks take together.
-    total = then[BATCH_KEY] * state["num_ranks"]
-    then[BATCH_KEY] = f"{total} over all ranks"
-    now[BATCH_KEY] = f"{now[BATCH_KEY] * WORLD_SIZE} over all ranks"
-    changes = {}
-    for key in sorted(now.keys() | then.keys()):
-        if now.get(key) != then.get(key) and not key.startswith("run."):
-            changes[key] = f"{key}: {then.get(key)} -> {now.get(key)}"
-    refused = [change for key, change in changes.items() if key not in FREE_KEYS]
-    if refused:
-        way_out = "set run.name to begin anew"
-        if refused == [changes.get(BATCH_KEY)] and total % WORLD_SIZE == 0:
-            way_out += f", or {BATCH_KEY}={total // WORLD_SIZE} to resume with the same batch"
-        raise UserError(f"{checkpoint.path} is of another experiment ({'; '.join(refused)}): "
-                        f"{way_out}")
-    notes = [f"resuming from {checkpoint.path}"]
-    notes += [f"changed since the checkpoint: {change}" for change in changes.values()]
-    if state["num_ranks"] != WORLD_SIZE:
-        notes.append(
-            f"ranks: {state['num_ranks']} then, {WORLD_SIZE} now, so other answers are sampled")
-    if state["step"] >= config.training.max_steps:
-        notes.append("this run has finished before: raise training.max_steps, or set run.name to "
-                     "begin anew")
-    return notes
+def refuse_other_experiment(checkpoint: Checkpoint, config: Config) -> None:
+    then = checkpoint.state["experiment"]
+    now = experiment(config)
+    changes = []
+    for key in sorted(then.keys() | now.keys()):
+        if then.get(key) != now.get(key):
+            changes.append(f"{key}: {then.get(key)} -> {now.get(key)}")
+    if changes:
+        raise UserError(f"{checkpoint.path} is of another experiment ({'; '.join(changes)}): set "
+                        "run.name to begin anew")
 
 
 # ---------------------------------------------------------------- folders on a disk
@@ -298,13 +260,11 @@ def numbered_folders(parent: Path, word: str) -> list[Path]:
 
 def newest_checkpoint(run_folder: Path) -> Checkpoint | None:
     """Returns the newest checkpoint of a run, or None if there is none."""
-    for path in numbered_folders(run_folder / "checkpoints", "step"):
-        with as_user_error(f"{path} is damaged: delete it to resume from the checkpoint before it, "
-                           "or set run.name to begin anew"):
-            checkpoint = Checkpoint(path, json.loads((path / "state.json").read_text()))
-            open_tensors(checkpoint)
-        return checkpoint
-    return None
+    folders = numbered_folders(run_folder / "checkpoints", "step")
+    if not folders:
+        return None
+    with as_user_error(f"{folders[0]} is damaged: delete it to resume from the one before it"):
+        return Checkpoint(folders[0], json.loads((folders[0] / "state.json").read_text()))
 
 
 def open_tensors(checkpoint: Checkpoint) -> dict[str, safe_open]:
@@ -323,17 +283,14 @@ def appearing(path: Path) -> Iterator[Path]:
     unfinished = path.with_name("unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    try:
-        yield unfinished
-        for written in unfinished.rglob("*"):
-            if written.is_file():
-                sync_to_disk(written)
-        sync_to_disk(unfinished)
-        shutil.rmtree(path, ignore_errors=True)  # A step that is made once more replaces its own.
-        unfinished.rename(path)
-        sync_to_disk(path.parent)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)  # After an error, the disk may be full.
+    yield unfinished
+    for written in unfinished.rglob("*"):
+        if written.is_file():
+            sync_to_disk(written)
+    sync_to_disk(unfinished)
+    shutil.rmtree(path, ignore_errors=True)  # A step that is made once more replaces its own.
+    unfinished.rename(path)
+    sync_to_disk(path.parent)
 
 
 def sync_to_disk(path: Path) -> None:

@@ -24,9 +24,8 @@ def generate(
     max_rows: int,
     on_ended: Callable[[int], object],
 ) -> list[list[int]]:
-    """Returns one completion of each prompt, its stop token included. They are what
-    `sampler.generate` returns with these settings. At most `max_rows` are sampled together.
-    `on_ended` is called with the number of answers that have just ended."""
+    """Returns what `sampler.generate` returns with these settings, a completion of each prompt with
+    its stop token. It samples at most `max_rows` together. `on_ended` hears how many have ended."""
     sampler.eval()  # In train mode gradient checkpointing would drop the KV cache.
     completions = []
     for start in range(0, len(prompts), max_rows):

@@ -21,7 +21,6 @@ ROOT = Path(__file__).resolve().parent.parent  # This is the folder of main.py.
 MOST = 1e9
 USAGE = "usage: main.py [--config file.yaml] [section.key=value ...]"
 
-
 Natural = Annotated[StrictInt, Field(ge=0)]
 Count = Annotated[StrictInt, Field(ge=1)]
 # A number may be written as 1e-4, which YAML reads as text because it has no dot.
@@ -229,13 +228,17 @@ def is_due(step: int, every: int, config: Config) -> bool:
     return step % every == 0 or step == config.training.max_steps
 
 
-def default_run_name(config: Config) -> str:
-    """Returns the learning type and a hash of the experiment.
+def experiment(config: Config) -> dict[str, Any]:
+    """Returns the settings that define an experiment. What counts is how many questions all ranks
+    take together in a step, and not how many each takes."""
+    settings = {key: value for key, value in flatten(config).items() if key not in FREE_KEYS}
+    settings["training.num_samples_per_step"] *= WORLD_SIZE
+    return settings
 
-    The same settings find the same folder, however many ranks share the questions of a step."""
-    experiment = {key: value for key, value in flatten(config).items() if key not in FREE_KEYS}
-    experiment["training.num_samples_per_step"] *= WORLD_SIZE
-    text = json.dumps(experiment, sort_keys=True)
+
+def default_run_name(config: Config) -> str:
+    """Returns the learning type and a hash of the experiment."""
+    text = json.dumps(experiment(config), sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return f"{config.training.learning_type}-{digest[:8]}"
 

@@ -19,9 +19,9 @@ from machinery.ranks import DEVICE, RANK, WORLD_SIZE
 class Sharded(nn.Module):
     """Takes the place of DistributedDataParallel. A rank keeps a part of each weight that learns.
 
-    Ranks gather the weights of a layer just before they compute the layer, and then free them. The
-    last projection stays gathered for the whole forward pass. Gradients are shared after each
-    micro-batch. Kept in full until the last one, they would take the memory that is saved."""
+    Ranks gather the weights of a layer just before they compute the layer, and then free them.
+    Gradients are shared after each micro-batch, because kept in full they would take the memory
+    that is saved."""
 
     def __init__(self, policy: nn.Module):
         super().__init__()
