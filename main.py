@@ -324,7 +324,7 @@ class Policy(nn.Module):
         # Padding of answers is on the right, where no token of a causal model looks at it.
         ids, is_token = pad_right([answer.completion_ids for answer in answers], self.model.device)
         last_of_prompt = ids.new_tensor([answer.prompt_ids[-1:] for answer in answers])
-        inputs = torch.cat([last_of_prompt, ids[:, :-1]], 1)  # all three (answers, longest answer)
+        inputs = torch.cat([last_of_prompt, ids[:, :-1]], 1)  # as ids: (answers, longest answer)
         prefixes = [answer.prompt_ids[:-1] for answer in answers]
         with torch.autocast(self.model.device.type, HALF_PRECISION, enabled=self.use_autocast):
             # The states of the inputs where `is_token`, in the order of ids[is_token]. A prefix is

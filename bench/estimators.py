@@ -26,24 +26,18 @@ import random
 import sys
 import textwrap
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, pvariance
 
-import torch
+import experiments
+import harness
+import kept
+from harness import ROOT, load_config, main, torch
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
-import ask
-import experiments
-import kept
-import one_step
-
-import main
 from machinery.errors import UserError
-from machinery.ranks import join, random_stream
-from machinery.settings import load_config
+from machinery.ranks import random_seed
 
 BUCKETS = 4096
 BATCH = 128  # answers in what we call one batch
@@ -136,11 +130,13 @@ class Sketch:
         size = sum(each.numel() for each in self.parameters)
         stream = torch.Generator().manual_seed(0)
         self.buckets = torch.randint(BUCKETS, (size,), generator=stream)
-        self.signs = torch.randint(2, (size,), generator=stream).float() * 2 - 1
+        zeros_and_ones = torch.randint(2, (size,), generator=stream)
+        self.signs = 2 * zeros_and_ones.float() - 1
 
     def of(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        flat = torch.cat([each.flatten() for each in gradients]).cpu() * self.signs
-        return flat.new_zeros(BUCKETS).index_add_(0, self.buckets, flat)
+        flat = torch.cat([gradient.flatten() for gradient in gradients]).cpu()
+        sums = flat.new_zeros(BUCKETS)
+        return sums.index_add_(0, self.buckets, flat * self.signs)
 
     def of_value(self, value: torch.Tensor) -> torch.Tensor:
         return self.of(torch.autograd.grad(value, self.parameters, retain_graph=True))
@@ -150,7 +146,8 @@ class Sketch:
         """Returns what a KL term of weight 1 adds in a batch of this answer alone."""
         with_kl = training.model_copy(update={"kl_beta": 1.0, "kl_in": kl_in})
         blank = dataclasses.replace(answer, advantage=0.0)
-        loss, _ = main.policy_loss(log_probs, [blank], 1, len(log_probs), with_kl)
+        totals = {"answers": 1, "tokens": answer.num_tokens}
+        loss, _ = main.policy_loss(log_probs, [blank], totals, with_kl)
         return self.of_value(-loss)
 
 
@@ -164,12 +161,12 @@ class Pool:
 
 
 def questions_of(run: main.Run, count: int) -> list[main.Question]:
-    questions = run.training_questions
-    if count > len(questions):
-        raise UserError(f"{count} questions are needed, and there are {len(questions)} to train "
-                        "on: see --questions")
-    chosen = random.Random(run.config.training.seed).sample(range(len(questions)), count)
-    return [questions[index] for index in chosen]
+    rows = run.training_rows
+    if count > len(rows):
+        raise UserError(
+            f"{count} questions are needed, and there are {len(rows)} to train on: see --questions")
+    chosen = random.Random(run.config.training.seed).sample(range(len(rows)), count)
+    return [main.make_question(run, rows[index]) for index in chosen]
 
 
 def sampled_groups(run: main.Run, questions: list, G: int) -> list[list[main.Trajectory]]:
@@ -179,7 +176,7 @@ def sampled_groups(run: main.Run, questions: list, G: int) -> list[list[main.Tra
 
 
 def seed_sampling(run: main.Run, purpose: str) -> None:
-    torch.manual_seed(random_stream(run.config.training.seed, 0, purpose).getrandbits(63))
+    torch.manual_seed(random_seed(run.config.training.seed, 0, purpose))
 
 
 def pool_of(run: main.Run, questions: list, num_answers: int, reference=None) -> Pool:
@@ -217,8 +214,10 @@ def training_of(config, estimator: Estimator):
 
 
 def reward_of(answer: main.Trajectory, task, estimator: Estimator) -> float:
-    weights = task.REWARD_WEIGHTS | estimator.pays
-    return sum(weight * answer.reward_parts[part] for part, weight in weights.items())
+    reward = 0.0
+    for part, weight in (task.REWARD_WEIGHTS | estimator.pays).items():
+        reward += weight * answer.reward_parts[part]
+    return reward
 
 
 def changed(answer: main.Trajectory, G: int, change: str) -> float:
@@ -233,28 +232,34 @@ def changed(answer: main.Trajectory, G: int, change: str) -> float:
     return answer.advantage
 
 
-def counted_answers(group: list, training, change: str, stream) -> list[main.Trajectory]:
+def counted_answers(group: list, training, change: str) -> list[main.Trajectory]:
     """Sets the advantages of a group. Returns the answers that count in the loss."""
     for answer in group:
         answer.advantage = 0.0
-    counted = main.compute_advantages(group, training, stream)
+    counted = main.compute_advantages(group, training)
     for answer in counted:
         answer.advantage = changed(answer, training.group_size, change)
     return counted
 
 
-def weights_of(group: list, training, change: str, stream) -> list[float]:
+def learned_and_totals(counted: list, training) -> tuple[list[main.Trajectory], dict]:
+    """Returns what `main.learn` hands to `policy_gradient`."""
+    learned = [answer for answer in counted if main.is_learned_from(answer, training)]
+    num_tokens = sum(answer.num_tokens for answer in counted)
+    return learned, {"answers": len(counted), "tokens": num_tokens, "learned": len(learned)}
+
+
+def weights_of(group: list, training, change: str) -> list[float]:
     """Returns by how much a batch of this group multiplies each answer's gradient of log pi. KL
     terms are left out."""
     training = training.model_copy(update={"kl_beta": 0.0})
-    counted = counted_answers(group, training, change, stream)
-    learned = [answer for answer in counted if main.is_learned_from(answer, training)]
+    counted = counted_answers(group, training, change)
+    learned, totals = learned_and_totals(counted, training)
     weights = dict.fromkeys(map(id, group), 0.0)
     if learned:
         lengths = [answer.num_tokens for answer in learned]
         log_probs = torch.zeros(sum(lengths), dtype=torch.float64, requires_grad=True)
-        num_tokens = sum(answer.num_tokens for answer in counted)
-        loss, _ = main.policy_loss(log_probs, learned, len(counted), num_tokens, training)
+        loss, _ = main.policy_loss(log_probs, learned, totals, training)
         loss.backward()
         for answer, of_tokens in zip(learned, log_probs.grad.split(lengths), strict=True):
             weights[id(answer)] = -of_tokens[0].item()  # It is the same for all its tokens.
@@ -274,30 +279,42 @@ def by_question(pool: Pool, training, change: str) -> tuple[torch.Tensor, torch.
             order = stream.sample(range(len(group)), len(group))
             for start in range(0, len(order) - G + 1, G):
                 chosen = order[start:start + G]
-                weights = weights_of([group[i] for i in chosen], training, change, stream)
-                own = pool.sketches["log pi"][question, chosen]  # (G, BUCKETS)
-                gradient = torch.tensor(weights, dtype=own.dtype) @ own
-                if training.kl_beta:
-                    penalties = pool.sketches[training.kl_in][question, chosen]
-                    gradient += training.kl_beta * penalties.mean(0)
-                gradients.append(gradient)
-        of_question = torch.stack(gradients)
+                gradients.append(gradient_of_group(pool, question, chosen, training, change))
+        of_question = torch.stack(gradients)  # (groups, BUCKETS)
         means.append(of_question.mean(0))
         squares.append(of_question.square().sum(1).mean())
     return torch.stack(means), torch.stack(squares)
+
+
+def gradient_of_group(
+    pool: Pool, question: int, chosen: list[int], training, change: str
+) -> torch.Tensor:
+    """Returns the gradient of these answers to a question, (BUCKETS,)."""
+    group = [pool.groups[question][i] for i in chosen]
+    sketches = pool.sketches["log pi"][question, chosen]  # (G, BUCKETS)
+    weights = torch.tensor(weights_of(group, training, change), dtype=sketches.dtype)
+    gradient = weights @ sketches
+    if training.kl_beta:
+        penalties = pool.sketches[training.kl_in][question, chosen]  # (G, BUCKETS)
+        gradient += training.kl_beta * penalties.mean(0)
+    return gradient
 
 
 def truth_of(values: list[list[float]], sketches: torch.Tensor) -> torch.Tensor:
     """Returns the gradient of the mean of a value, (questions, BUCKETS)."""
     values = torch.tensor(values, dtype=sketches.dtype)  # (questions, answers)
     advantages = values - values.mean(1, keepdim=True)
-    return torch.einsum("qk,qkm->qm", advantages, sketches) / (values.shape[1] - 1)
+    sums = torch.einsum("qk,qkm->qm", advantages, sketches)
+    num_answers = values.shape[1]
+    return sums / (num_answers - 1)
 
 
 def own_truth(pool: Pool, task, estimator: Estimator, training) -> torch.Tensor:
     """Returns the gradient of what the estimator optimises: its expected reward, at its own
     temperature, less its KL term. It is divided by L as in the loss."""
-    rewards = [[reward_of(answer, task, estimator) for answer in group] for group in pool.groups]
+    rewards = []
+    for group in pool.groups:
+        rewards.append([reward_of(answer, task, estimator) for answer in group])
     truth = truth_of(rewards, pool.sketches["log pi"]) / training.max_new_gen_tokens
     if training.kl_beta:
         truth = truth + training.kl_beta * pool.sketches[training.kl_in].mean(1)
@@ -307,7 +324,6 @@ def own_truth(pool: Pool, task, estimator: Estimator, training) -> torch.Tensor:
 def later_updates(run: main.Run, questions: list[main.Question]) -> dict[str, torch.Tensor]:
     """Returns the gradients of the updates in LATER, (batches, BUCKETS). Each batch begins with the
     same weights and a new optimizer."""
-    sketch = Sketch(run.model)
     run.optimizer.param_groups[0]["lr"] = run.config.training.learning_rate
     weights = copy.deepcopy(run.model.state_dict())
     new_optimizer = copy.deepcopy(run.optimizer.state_dict())
@@ -316,24 +332,34 @@ def later_updates(run: main.Run, questions: list[main.Question]) -> dict[str, to
     for start in tqdm(range(0, len(questions), BATCH // 8), desc="later updates", mininterval=10):
         groups = sampled_groups(run, questions[start:start + BATCH // 8], 8)
         for clip in (None, (0.2, 0.2)):
-            training = training_of(run.config, Estimator(keys={
-                "updates_per_batch": 4, "clip": clip, "max_grad_norm": None, "ratio": "token"}))
-            own = copy.copy(run)
-            own.config = run.config.model_copy(update={"training": training})
-            answers = []
-            for group in groups:
-                answers += counted_answers(group, training, "", random.Random(0))
-            for answer in answers:
-                answer.old_log_probs = None
-            for update in range(1, 5):
-                main.policy_gradient(own, answers)
-                for name, which in LATER.items():
-                    if which == (update, clip):
-                        found[name].append(-sketch.of([each.grad for each in sketch.parameters]))
-                run.optimizer.step()
+            sketches = four_updates(run, groups, clip)
+            for name, (update, own_clip) in LATER.items():
+                if own_clip == clip:
+                    found[name].append(sketches[update - 1])
             run.model.load_state_dict(weights)
             run.optimizer.load_state_dict(copy.deepcopy(new_optimizer))
-    return {name: torch.stack(own) for name, own in found.items()}
+    return {name: torch.stack(sketches) for name, sketches in found.items()}
+
+
+def four_updates(run: main.Run, groups: list, clip: tuple | None) -> list[torch.Tensor]:
+    """Makes four updates with one batch. Returns the gradient of each, (BUCKETS,)."""
+    sketch = Sketch(run.model)
+    training = training_of(run.config, Estimator(keys={
+        "updates_per_batch": 4, "clip": clip, "max_grad_norm": None, "ratio": "token"}))
+    own_run = copy.copy(run)
+    own_run.config = run.config.model_copy(update={"training": training})
+    answers = []
+    for group in groups:
+        answers += counted_answers(group, training, "")
+    for answer in answers:
+        answer.old_log_probs = None
+    learned, totals = learned_and_totals(answers, training)
+    gradients = []
+    for _ in range(4):
+        main.policy_gradient(own_run, learned, totals)
+        gradients.append(-sketch.of([parameter.grad for parameter in sketch.parameters]))
+        run.optimizer.step()
+    return gradients
 
 
 # ---------------------------------------------------------------- signal and noise
@@ -341,10 +367,12 @@ def later_updates(run: main.Run, questions: list[main.Question]) -> dict[str, to
 def product(a: torch.Tensor, b: torch.Tensor) -> float:
     """Returns the mean product over all pairs of different questions. Two that are not equally many
     have no question in common."""
-    all_pairs = a.sum(0) @ b.sum(0)
-    if len(a) != len(b):
-        return (all_pairs / (len(a) * len(b))).item()
-    return ((all_pairs - (a * b).sum()) / (len(a) * (len(a) - 1))).item()
+    products = a.sum(0) @ b.sum(0)
+    num_pairs = len(a) * len(b)
+    if len(a) == len(b):
+        products -= (a * b).sum()
+        num_pairs -= len(a)
+    return (products / num_pairs).item()
 
 
 def figures_of(means, squares, truths: dict, groups_a_batch: float) -> dict[str, float]:
@@ -363,9 +391,8 @@ def figures_of(means, squares, truths: dict, groups_a_batch: float) -> dict[str,
 
 def half_interval(values: list[float]) -> float:
     """Returns half of a figure's 95 % interval, from its values without one question each."""
-    values = torch.tensor(values, dtype=torch.float64)
-    variance = (values - values.mean()).square().sum() * (len(values) - 1) / len(values)
-    return 1.96 * variance.sqrt().item()
+    variance = (len(values) - 1) * pvariance(values)
+    return 1.96 * math.sqrt(variance)
 
 
 def without(i: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -419,68 +446,78 @@ def with_intervals(means, squares, truths: dict, groups_a_batch: float,
 
 def pools_of(config, questions: list, num_answers: int, begun_as: str) -> dict:
     """Returns pools by temperature, and one with KL terms if the model has been trained."""
-    run = one_step.prepare(config)
+    run = harness.prepare(config)
     pools = {None: pool_of(run, questions, num_answers)}
     for temperature in (0.6, 1.4):
         sampling = config.sampling.model_copy(update={"temperature": temperature})
-        own = one_step.prepare(config.model_copy(update={"sampling": sampling}))
+        own = harness.prepare(config.model_copy(update={"sampling": sampling}))
         pools[temperature] = pool_of(own, questions, num_answers // 2)
     if begun_as != config.model.name:
         model = config.model.model_copy(update={"name": begun_as})
         begun, _ = main.load_model(config.model_copy(update={"model": model}))
-        reference = main.make_reference(main.Policy, begun, config)
+        reference = main.Policy(main.make_reference(begun, config), config)
         pools["KL"] = pool_of(run, questions, num_answers // 4, reference)
     return pools
 
 
 def description_of(pool: Pool, right: list[list[float]]) -> dict:
-    answers = [answer for group in pool.groups for answer in group]
+    answers = []
     num_different = 0
     for group in pool.groups:
+        answers += group
         num_different += len({tuple(answer.completion_ids) for answer in group})
-    return {"solved": sorted(round(fmean(each), 3) for each in right),
-            "different": round(num_different / len(answers), 3),
-            "truncated": round(fmean(answer.is_truncated for answer in answers), 3),
-            "tokens": round(fmean(answer.num_tokens for answer in answers), 1)}
+    return {
+        "solved": sorted(round(fmean(values), 3) for values in right),
+        "different": round(num_different / len(answers), 3),
+        "truncated": round(fmean(answer.is_truncated for answer in answers), 3),
+        "tokens": round(fmean(answer.num_tokens for answer in answers), 1),
+    }
 
 
 def measured(config, num_questions: int, num_answers: int, num_batches: int,
              begun_as: str) -> dict:
     """Returns what docs/estimators.json holds of a model."""
-    run = one_step.prepare(config)
+    run = harness.prepare(config)
     questions = questions_of(run, num_questions + num_batches * BATCH // 8)
     pools = pools_of(config, questions[:num_questions], num_answers, begun_as)
     pool = pools[None]
-    right = [[answer.reward_parts[run.task.SOLVED] for answer in group] for group in pool.groups]
+    right = []
+    for group in pool.groups:
+        right.append([answer.reward_parts[run.task.SOLVED] for answer in group])
     solved = truth_of(right, pool.sketches["log pi"])
-    figures = {}
-    beside = None
+    figures, truths, beside = {}, {}, None
     for name in (DEFAULT, *[name for name in ESTIMATORS if name != DEFAULT]):
         estimator = ESTIMATORS[name]
         training = training_of(config, estimator)
-        own = pools.get("KL" if training.kl_beta else estimator.temperature)
-        if own is None or estimator.G > len(own.groups[0]):
+        own_pool = pools.get("KL" if training.kl_beta else estimator.temperature)
+        if own_pool is None or estimator.G > len(own_pool.groups[0]):
             continue
-        for group in own.groups:
-            for answer in group:
-                answer.reward = reward_of(answer, run.task, estimator)
-        truths = {OWN: own_truth(own, run.task, estimator, training), SOLVED: solved}
-        means, squares = by_question(own, training, estimator.change)
+        own = own_truth(own_pool, run.task, estimator, training)
+        truths[name] = {OWN: own, SOLVED: solved}
+        set_rewards(own_pool, run.task, estimator)
+        means, squares = by_question(own_pool, training, estimator.change)
         figures[name], cosines = with_intervals(
-            means, squares, truths, BATCH / estimator.G, beside)
+            means, squares, truths[name], BATCH / estimator.G, beside)
         if name == DEFAULT:
             beside = cosines
-            truths_of_default = truths
-    known_to = {}
-    for name, truth in truths_of_default.items():
-        # The cosine of what so many questions tell with what all questions would.
-        length = truth.mean(0).square().sum().item()
-        known_to[name] = round(math.sqrt(max(0.0, product(truth, truth)) / length), 3)
     later = later_updates(run, questions[num_questions:]) if num_batches else {}
     for name, batches in later.items():
         figures[name], _ = with_intervals(
-            batches, batches.square().sum(1), truths_of_default, 1, beside)
+            batches, batches.square().sum(1), truths[DEFAULT], 1, beside)
+    known_to = {name: known_part(truth) for name, truth in truths[DEFAULT].items()}
     return description_of(pool, right) | {"known to": known_to, "estimators": figures}
+
+
+def set_rewards(pool: Pool, task, estimator: Estimator) -> None:
+    for group in pool.groups:
+        for answer in group:
+            answer.reward = reward_of(answer, task, estimator)
+
+
+def known_part(truth: torch.Tensor) -> float:
+    """Returns the cosine of what so many questions tell with what all questions would."""
+    length = truth.mean(0).square().sum().item()
+    return round(math.sqrt(max(0.0, product(truth, truth)) / length), 3)
 
 
 # ---------------------------------------------------------------- tables
@@ -503,7 +540,8 @@ def as_text(figure: list | None, style: str = ".2f") -> str:
 
 def as_table(rows: list[list[str]]) -> str:
     lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([lines[0], f"|{' --- |' * len(rows[0])}", *lines[1:]])
+    lines.insert(1, f"|{' --- |' * len(rows[0])}")
+    return "\n".join(lines)
 
 
 def table_of(models: dict[str, dict], first: str, second: str, heading: str, style: str) -> str:
@@ -651,22 +689,29 @@ def draw_bias_and_noise(path: Path) -> None:
 def draw_arrows(axes, degrees: list[float], label: str, arc: tuple[int, int, float]) -> None:
     """Draws the truth to the right, batches at these angles to it, and the mean of these batches.
     The arc, from one angle to another at a radius, shows what the label means."""
-    arrows = [("one batch", *at_angle(each)) for each in degrees]
-    xs, ys = zip(*[at_angle(each) for each in degrees])
-    arrows += [("true gradient", 1.0, 0.0), ("mean of many batches", fmean(xs), fmean(ys))]
-    for name, x, y in arrows:
-        colour, width = ARROWS[name]
-        axes.annotate("", (x, y), (0, 0), arrowprops={
-            "arrowstyle": "-|>", "color": colour, "linewidth": width, "shrinkA": 0, "shrinkB": 0})
-    start, end, radius = arc
-    axes.plot(*zip(*[at_angle(each, radius) for each in range(start, end + 1)]), color="#171717")
+    ends = [at_angle(angle) for angle in degrees]
+    xs, ys = zip(*ends)
+    for end in ends:
+        draw_arrow(axes, "one batch", end)
+    draw_arrow(axes, "true gradient", (1.0, 0.0))
+    draw_arrow(axes, "mean of many batches", (fmean(xs), fmean(ys)))
+    first, last, radius = arc
+    xs, ys = zip(*[at_angle(angle, radius) for angle in range(first, last + 1)])
+    axes.plot(xs, ys, color="#171717")
     axes.text(*at_angle(12, radius + 0.08), label, fontsize=12)
     axes.set(xlim=(-0.5, 1.6), ylim=(-1.15, 1.15), aspect="equal")
     axes.axis("off")
 
 
+def draw_arrow(axes, what: str, end: tuple[float, float]) -> None:
+    colour, width = ARROWS[what]
+    style = {"arrowstyle": "-|>", "color": colour, "linewidth": width, "shrinkA": 0, "shrinkB": 0}
+    axes.annotate("", end, (0, 0), arrowprops=style)
+
+
 def at_angle(degrees: float, length: float = 1.0) -> tuple[float, float]:
-    return length * math.cos(math.radians(degrees)), length * math.sin(math.radians(degrees))
+    radians = math.radians(degrees)
+    return length * math.cos(radians), length * math.sin(radians)
 
 
 # ---------------------------------------------------------------- the command
@@ -699,14 +744,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def config_of(folder: str, options: argparse.Namespace) -> tuple:
     """Returns a model's settings, and the name of the model that its run began with, which is its
     reference. A trained model has the settings of its run."""
-    files = []
+    arguments = []
     for path in options.config:
-        files += ["--config", path]
-    own = ask.settings_of(Path(folder))
-    keys = [*files, *own, *options.keys]
-    begun_as = load_config(keys).model.name if own else folder
+        arguments += ["--config", path]
+    settings_of_run = Path(folder).resolve().parent / "config.yaml"
+    if settings_of_run.exists():
+        arguments += ["--config", str(settings_of_run)]
+    arguments += options.keys
+    begun_as = load_config(arguments).model.name if settings_of_run.exists() else folder
     name = f"model.name={json.dumps(folder)}"
-    return load_config([*keys, name, "training.shard=false"]), begun_as
+    return load_config([*arguments, name, "training.shard=false"]), begun_as
 
 
 def command(arguments: list[str]) -> int:
@@ -717,7 +764,6 @@ def command(arguments: list[str]) -> int:
     known = kept.read(options.data)
     models = {}
     try:
-        join()
         for name, folder in options.folders.items():
             if name not in known:
                 config, begun_as = config_of(folder, options)

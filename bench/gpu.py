@@ -1,271 +1,328 @@
-"""Measures on the first GPU what we most need to know. The first minutes tell the most.
+"""Measures on the first GPU what we most need to know: is it right, and does 3 B fit?
 
-    .venv/bin/python bench/gpu.py A        is it right: six minutes
-    .venv/bin/python bench/gpu.py B        does 3 B fit into 80 GB, how fast is it: nine minutes
-    .venv/bin/python bench/gpu.py C        saving, adapters, running out of memory: five minutes
-    .venv/bin/python bench/gpu.py A2 A3 B6 --minutes 5    the parts that tell most
-    .venv/bin/python bench/gpu.py --table gpu.jsonl       the rows, for bench/README.md
-    .venv/bin/python bench/gpu.py --small                 a rehearsal of all of it on a CPU
-    .venv/bin/python bench/gpu.py --pack FOLDER           what a machine without network needs
+    .venv/bin/python bench/gpu.py                  all parts, the ones that tell most first
+    .venv/bin/python bench/gpu.py attention fits   these parts
+    .venv/bin/python bench/gpu.py --small          a rehearsal of all parts on a CPU
 
-Each part is a process of its own (gpu_parts.py), and its time is limited. So a part that fails,
-hangs or breaks CUDA does not stop the next one. As soon as a part ends, its row is in gpu.jsonl,
-with its figures and whether they are right."""
+Each part is a process of its own, whose time is limited. So a part that fails, hangs or breaks CUDA
+does not stop the next one. It prints its figures as it finds them, one JSON object a line. It fails
+where an assertion about them fails. `--small` changes sizes alone."""
 
 import argparse
+import contextlib
+import copy
 import json
+import math
 import os
-import re
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
 
-ROOT = Path(__file__).resolve().parent.parent
-SCRIPT = ROOT / "bench" / "gpu_parts.py"
+import harness
+from harness import DEVICE, ROOT, load_config, main, make_run, median, torch, transformers
+from step import measure, seconds_of_a_step
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parallel import DistributedDataParallel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from machinery.metrics import evaluation_metrics
+
+CUDA = DEVICE.type == "cuda"
+FEW_ROWS = "data.max_rows=1000"  # They are read in no time.
 
 
-class Part(NamedTuple):
-    call: str
-    what: str
-    seconds: int  # at most
+# ---------------------------------------------------------------- what parts share
+
+def report(**figures: float | str | None) -> None:
+    """Prints figures as a line of JSON, numbers with four digits."""
+    shown = {}
+    for name, value in figures.items():
+        shown[name] = float(f"{value:.4g}") if isinstance(value, float) else value
+    print(json.dumps(shown), flush=True)
 
 
-PARTS = {
-    "machine": Part("", "the machine and its libraries", 60),
-    "A1": Part("A", "ranks join, agree, add up and leave, alone and under torchrun", 60),
-    "A2": Part("A", "attention with a mask, against float32", 60),
-    "A3": Part("A", "20 steps of the default, bfloat16 and float16, cuDNN off and on", 140),
-    "A4": Part("A", "the gradient of one batch against a CPU's in float32", 40),
-    "A5": Part("A", "ten steps, kill -9 and resumption", 120),
-    "B6": Part("B", "decoding with 3 B, 128 answers of 256 tokens", 90),
-    "B9": Part("B", "the library's own generate", 90),
-    "B8": Part("B", "3 B with larger chunks, micro-batches and batches of rows", 150),
-    "B7": Part("B", "a step of recipes/qwen2.5-3b-grpo.yaml, against the estimate", 400),
-    "C12": Part("C", "memory that runs out while sampling and while learning", 60),
-    "C11": Part("C", "adapters of rank 32 on 1.5 B in 24 GB", 90),
-    "C10": Part("C", "saving and restoring a checkpoint of 3 B", 200),
-}
-MINUTES = {"A": 6.0, "B": 9.0, "C": 5.0}
-SECONDS_TO_END = 5  # A part may need them to end once it is told.
-SECONDS_OF_A_REHEARSAL = 300  # The same for every part. The machine may be slow or busy.
+def batch(N: int, G: int, L: int) -> list[str]:
+    return [f"training.num_samples_per_step={N}", f"training.k_best_of_n=[{G},{G}]",
+            f"training.max_new_gen_tokens={L}"]
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+def start(*arguments: object) -> subprocess.Popen:
+    """Runs Python in a process of its own. All that it prints comes through one pipe."""
+    return subprocess.Popen(
+        [sys.executable, *map(str, arguments)], cwd=ROOT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def limit_memory(num_bytes: int) -> None:
+    """Lets this process have no more of the GPU's memory."""
+    if CUDA:
+        total = torch.cuda.get_device_properties(DEVICE).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total))
+
+
+# ---------------------------------------------------------------- is it right
+
+def machine(small: bool) -> None:
+    report(torch=torch.__version__, transformers=transformers.__version__, cpus=os.cpu_count())
+    if CUDA:
+        card = torch.cuda.get_device_properties(DEVICE)
+        report(
+            gpu=card.name, gpu_gb=card.total_memory / 1e9, cuda=torch.version.cuda,
+            cudnn=torch.backends.cudnn.version(), nccl=str(torch.cuda.nccl.version()))
+        assert not torch.backends.cuda.cudnn_sdp_enabled()  # `ranks.prepare_gpu` says why.
+
+
+def attention(small: bool) -> None:
+    """Compares attention in bfloat16 with the plain formula in float32."""
+    sizes = (4, 4, 32) if small else (16, 16, 128)  # rows, heads, width
+    for T in (31, 64, 192) if small else (127, 192, 704, 1088):
+        torch.manual_seed(T)
+        inputs, mask, is_real = inputs_of_attention(T, *sizes)
+        weight = torch.randn(inputs[0].transpose(1, 2).shape, device=DEVICE)  # as the output
+        weight *= is_real[..., None, None]
+        with sdpa_kernel(SDPBackend.MATH):
+            expected, expected_gradient = attend(inputs, mask, weight, torch.float32)
+        found, gradient = attend(inputs, mask, weight, torch.bfloat16)
+        output_error = relative_error(found[is_real], expected[is_real])
+        gradient_error = relative_error(gradient, expected_gradient)
+        report(T=T, output_error=output_error, gradient_error=gradient_error)
+        assert found.isfinite().all()
+        assert output_error < 0.02 and gradient_error < 0.03  # A nan is not below.
+
+
+def inputs_of_attention(
+    T: int, rows: int, heads: int, width: int
+) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Returns query, key and value, (rows, heads, T, width), the mask, (rows, 1, queries, keys),
+    and which places are no padding, (rows, T). Rows are padded on the left, as prompts are. So
+    their first queries see nothing."""
+    inputs = []
+    for number in (heads, 2, 2):
+        inputs.append(torch.randn(rows, number, T, width, device=DEVICE).bfloat16())
+    # In every other row scores are about -100. A logsumexp below -88 is what nan has come from.
+    scale = (100 / math.sqrt(width)) ** 0.5
+    inputs[0][::2] += scale
+    inputs[1][::2] -= scale
+    padding = torch.arange(rows, device=DEVICE) * T // (2 * rows)  # (rows,)
+    place = torch.arange(T, device=DEVICE)
+    is_real = place >= padding[:, None]  # (rows, T)
+    is_causal = place[:, None] >= place  # (queries, keys)
+    return inputs, is_causal & is_real[:, None, None], is_real
+
+
+def attend(
+    inputs: list[torch.Tensor], mask: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Calls attention as models of transformers do. Returns its output, (rows, T, heads, width),
+    and the gradient of its inputs."""
+    query, key, value = [tensor.to(dtype, copy=True).requires_grad_() for tensor in inputs]
+    module = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1], is_causal=True)
+    output, _ = sdpa_attention_forward(module, query, key, value, mask)
+    (output.float() * weight).sum().backward()
+    gradients = [tensor.grad.float().flatten() for tensor in (query, key, value)]
+    return output.detach().float(), torch.cat(gradients)
+
+
+def gradient(small: bool) -> None:
+    """Compares the gradient of one batch with that of the CPU in float32."""
+    N, G, L = (2, 4, 48) if small else (4, 8, 192)
+    keys = ["training.max_grad_norm=null", FEW_ROWS, *batch(N, G, L)]
+    run = make_run(["model.precision=float32", *keys])
+    groups = main.sample(run, main.questions(run), G)
+    harness.random_rewards(run, groups)
+    answers = []
+    for group in groups:
+        answers += main.compute_advantages(group, run.config.training)
+    expected = gradient_of(run.model, answers, "float32", torch.device("cpu"), keys)
+    for precision, bound in (("float32", 1e-3), ("mixed", 0.1)):
+        error = relative_error(gradient_of(run.model, answers, precision, DEVICE, keys), expected)
+        report(precision=precision, error=error)
+        assert error < bound, precision
+
+
+def gradient_of(
+    model, answers: list, precision: str, device: torch.device, keys: list[str]
+) -> torch.Tensor:
+    config = load_config([f"model.precision={precision}", *keys])
+    policy = DistributedDataParallel(main.Policy(copy.deepcopy(model).to(device), config))
+    run = SimpleNamespace(policy=policy, config=config, log=harness.SilentLog())
+    num_tokens = sum(answer.num_tokens for answer in answers)
+    totals = {"answers": len(answers), "tokens": num_tokens, "learned": len(answers)}
+    update = main.policy_gradient(run, answers, totals)
+    assert update["updated"] == 1
+    gradients = [parameter.grad.flatten() for parameter in policy.parameters()]
+    return torch.cat(gradients).double().cpu()
+
+
+def learning(small: bool) -> None:
+    """Takes some steps of the default, in mixed precision."""
+    num_steps = 2 if small else 20
+    keys = ["model.precision=mixed", "data.num_validation=64"]
+    if small:  # The step is so large that rounding does not hide it.
+        keys += ["data.num_validation=8", *batch(4, 4, 64), FEW_ROWS, "training.learning_rate=0.01"]
+    run = make_run(keys)
+    before = evaluation_metrics(main.evaluate(run), run.task)["eval/solved"]
+    seconds = []
+    for step in range(1, num_steps + 1):
+        seconds.append(seconds_of_a_step(run))
+        assert run.log.metrics["non_finite"] == 0, step
+        if step == 1:
+            first = run.log.metrics
+            report(sampler_gap=first["sampler_gap"], change_as_meant=first["change_as_meant"])
+    after = evaluation_metrics(main.evaluate(run), run.task)["eval/solved"]
+    report(solved_before=before, solved_after=after, seconds_a_step=median(seconds[1:]))
+    assert first["sampler_gap"] < 0.005
+    # The first step of the default is so small that rounding moves tokens more.
+    assert first["change_as_meant"] > 0.5 if small else after > before
+
+
+def resuming(small: bool) -> None:
+    """Kills a run after step 4, and resumes it. It ends like one that was never killed, which has
+    run under torchrun."""
+    keys = ["training.max_steps=10", "data.num_validation=32", "validation.every=3"]
+    if small:
+        keys += [*batch(2, 4, 32), FEW_ROWS, "data.num_validation=4", "training.max_steps=6"]
+    with tempfile.TemporaryDirectory() as folder:
+        keys.append(f"run.dir={folder}")
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+        whole = start(*torchrun, "main.py", *keys, "run.name=whole")
+        struck = start("main.py", *keys, "run.name=struck")
+        for line in struck.stdout:
+            if line.startswith("step    4 "):
+                struck.kill()
+        again = start("main.py", *keys, "run.name=struck")
+        output, _ = again.communicate()
+        output_of_whole, _ = whole.communicate()
+    assert struck.wait() == -signal.SIGKILL
+    assert again.returncode == 0 and output.count("resuming from") == 1, output
+    assert whole.returncode == 0, output_of_whole
+    # The last line of a run is its summary. It has the metrics of the last evaluation.
+    found = json.loads(output.splitlines()[-1])["last"]
+    expected = json.loads(output_of_whole.splitlines()[-1])["last"]
+    report(reward=found["eval/reward"], reward_of_whole=expected["eval/reward"])
+    # On a GPU sums are in no fixed order, so after some tokens answers take other ways.
+    is_near = abs(found["eval/reward"] - expected["eval/reward"]) < 0.25
+    assert is_near if CUDA else found == expected
+
+
+# ---------------------------------------------------------------- memory
+
+def shortage(small: bool) -> None:
+    """Runs out of memory while sampling, and while learning. Each ends in one line."""
+    remedies = {"sample": "lower sampling.max_rows", "learn": "lower training.tokens_per"}
+    processes = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for phase, N in (("sample", 64), ("learn", 16)):
+            processes[phase] = start(
+                __file__, "--starve", phase, "sampling.max_rows=1024",
+                "training.tokens_per_micro_batch=100000", FEW_ROWS, "data.num_validation=4",
+                "validation.best_of_n=1", f"run.dir={folder}", f"run.name={phase}",
+                *batch(N, 16, 64))
+        for phase, process in processes.items():
+            output, _ = process.communicate()
+            last_line = output.strip().splitlines()[-1]
+            report(**{phase: last_line})
+            expected = f"error: out of memory in phase {phase}: {remedies[phase]}"
+            assert last_line.startswith(expected), output
+            assert process.returncode == 2 and "Traceback" not in output, output
+
+
+def starve(phase: str, keys: list[str]) -> None:
+    """Runs main.py, which has next to no memory left from where a step comes to that phase."""
+    name = {"sample": "questions", "learn": "split_into_micro_batches"}[phase]
+    original = getattr(main, name)
+
+    def with_little_memory(*arguments):
+        result = original(*arguments)
+        if CUDA:
+            torch.cuda.empty_cache()
+            limit_memory(torch.cuda.memory_reserved() + 2_000_000)
+        else:
+            num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+            most = num_pages * resource.getpagesize() + 60_000_000
+            resource.setrlimit(resource.RLIMIT_AS, (most, -1))
+        return result
+
+    setattr(main, name, with_little_memory)
+    main.launch(main.main, keys)
+
+
+def fits(small: bool) -> None:
+    """Takes a step of recipes/qwen2.5-3b-grpo.yaml with random weights of that shape. All answers
+    reach the length limit, which is as much memory as a step can take."""
+    limit_memory(80 * 2**30)  # as on a GPU of "80 GB"
+    keys = ["model.precision=mixed", "data.dataset=tiny/countdown.parquet", FEW_ROWS]
+    if small:
+        keys += ["sampling.max_rows=2", *batch(2, 2, 16)]
+    recipe = ROOT / "recipes" / "qwen2.5-3b-grpo.yaml"
+    run = make_run(["--config", str(recipe), *keys], "small" if small else "qwen2.5-3b")
+    harness.never_stop(run)
+    report(**measure(run, steps=1, warm_up=0))
+    assert run.log.metrics["updated"] == 1 and run.log.metrics["truncated"] == 1
 
 
 # ---------------------------------------------------------------- a call
 
-def end(process: subprocess.Popen) -> None:
-    """Ends the process and all that it has started."""
-    for deadly in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, deadly)
-            process.wait(2)
-        except ProcessLookupError:  # None is left.
-            return
-        except subprocess.TimeoutExpired:
-            pass
-    process.wait()
+# How many seconds each part may take.
+SECONDS: dict[Callable[[bool], None], int] = {
+    machine: 60, attention: 60, gradient: 60, learning: 120, resuming: 120, shortage: 60, fits: 400}
+PARTS = {part.__name__: part for part in SECONDS}
 
 
-def run_part(name: str, part: Part, small: bool, seconds: float, script: Path) -> dict:
-    """Returns the row of a part. Its figures are the lines of JSON that it printed before it ended,
-    in whatever way it ended."""
-    row = {"part": name, "what": part.what, "figures": {}, "passed": False, "seconds": 0.0}
-    seconds = min(seconds, SECONDS_OF_A_REHEARSAL if small else part.seconds)
-    if seconds < 1:
-        row["error"] = "the minutes of the call were over"
-        return row
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "SECONDS_FOR_THIS_PART": str(seconds)}
-    command = [sys.executable, str(script), name]
-    if small:
-        command.append("--small")
-        environment.setdefault("OMP_NUM_THREADS", "1")  # Threads do not help models this small.
+def run_part(name: str, seconds: float, command: list[str]) -> bool:
+    """Runs a part in a process of its own. Returns whether it has passed."""
     started = time.monotonic()
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=errors,
-                                   env=environment, start_new_session=True)
-        try:
-            code = process.wait(seconds)
-            how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-        except subprocess.TimeoutExpired:
-            code = None
-            how = f"not through after {seconds:.0f} s"
-        finally:
-            end(process)
-        out.seek(0)
-        errors.seek(0)
-        for line in out:
-            if line.startswith("{"):
-                row["figures"] |= json.loads(line)
-        last_lines = " ".join(errors.read().strip().splitlines()[-3:])
-    row["passed"] = code == 0
-    row["seconds"] = round(time.monotonic() - started, 1)
-    if code != 0:
-        row["error"] = f"{how}: {last_lines[-600:]}"
-    return row
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        passed = process.wait(seconds) == 0
+    except subprocess.TimeoutExpired:
+        passed = False
+    finally:
+        # It may have started other processes, which are of the same group.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    verdict = "passed" if passed else "FAILED"
+    print(f"{name}: {verdict} after {time.monotonic() - started:.1f} s", flush=True)
+    return passed
 
 
-def measure(parts: dict[str, Part], minutes: float, small: bool = False, out: Path | None = None,
-            script: Path = SCRIPT) -> bool:
-    """Returns whether all parts have passed."""
-    ends = time.monotonic() + 60 * minutes - SECONDS_TO_END
-    all_passed = True
-    for name, part in parts.items():
-        row = run_part(name, part, small, ends - time.monotonic(), script)
-        all_passed = all_passed and row["passed"]
-        print(json.dumps(row), flush=True)
-        if out:
-            with open(out, "a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-        if name == "machine" and not row["passed"]:
-            break  # Nothing else would work either.
-    return all_passed
-
-
-def as_text(value: object) -> str:
-    """Shows figures in a cell of a table. What is null is left out."""
-    if not isinstance(value, dict):
-        return str(value).replace("|", "/")
-    shown = []
-    for name, each in value.items():
-        if isinstance(each, dict):
-            shown.append(f"{name} ({as_text(each)})")
-        elif each is not None:
-            shown.append(f"{name} {as_text(each)}")
-    return ", ".join(shown)
-
-
-def table(rows: list[dict]) -> str:
-    lines = ["| part | what | figures | passed |", "| --- | --- | --- | --- |"]
-    for row in rows:
-        figures = as_text(row["figures"] | {"error": row.get("error")})
-        passed = "yes" if row["passed"] else "no"
-        lines.append(f"| {row['part']} | {row['what']} | {figures} | {passed} |")
-    return "\n".join(lines)
-
-
-# ---------------------------------------------------------------- for a machine without network
-
-ROOTS = ["transformers", "peft", "accelerate", "pydantic", "python-dotenv", "pyyaml", "tqdm"]
-ALREADY_THERE = {"torch", "numpy", "safetensors"}
-# The stubs stand for datasets and pyarrow, which are large. They read the questions as JSON.
-FILES = {
-    "stubs/datasets.py": "load_dataset = None\n",
-    "stubs/pyarrow/__init__.py": "",
-    "stubs/pyarrow/parquet.py": '''\
-import json
-from pathlib import Path
-
-
-class ParquetFile:
-    def __init__(self, path):
-        self.path = Path(__file__).resolve().parents[2] / Path(path).with_suffix(".jsonl").name
-
-    def read(self):
-        return self
-
-    def to_pylist(self):
-        return [json.loads(line) for line in self.path.open()]
-''',
-    "run.sh": '''\
-#!/bin/sh
-# From the root of a checkout, with a python3 that has torch, numpy and safetensors:
-#     sh FOLDER/run.sh A
-set -e
-pack=$(cd "$(dirname "$0")" && pwd)
-if [ ! -e "$pack/site/complete" ]; then
-    python3 -m pip install -q --no-index --no-deps --no-compile --upgrade \\
-        --target "$pack/site" "$pack"/wheels/*.whl
-    touch "$pack/site/complete"
-fi
-PYTHONPATH="$pack/site:$pack/stubs" exec python3 bench/gpu.py "$@"
-''',
-}
-
-
-def plain_name(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def pinned(python: str) -> list[str]:
-    """Returns name and version of each package that the roots need, as requirements.txt pins it."""
-    from importlib.metadata import requires
-
-    from packaging.requirements import Requirement
-
-    versions = {}
-    for line in (ROOT / "requirements.txt").read_text().splitlines():
-        versions[plain_name(line.split("==")[0])] = line
-    names = set()
-    todo = [plain_name(name) for name in ROOTS]
-    while todo:
-        name = todo.pop()
-        if name in names or name in ALREADY_THERE:
-            continue
-        names.add(name)
-        for line in requires(name) or []:
-            need = Requirement(line)
-            here = {"extra": "", "python_version": python}
-            if need.marker is None or need.marker.evaluate(here):
-                todo.append(plain_name(need.name))
-    return [versions[name] for name in sorted(names)]
-
-
-def pack(folder: Path, python: str) -> None:
-    """Fills the folder with wheels, stubs, the questions, and a script that puts them to use."""
-    import pyarrow.parquet
-
-    if folder.exists():  # Two versions of a package would stop the installation.
-        sys.exit(f"error: {folder} is there already")
-    # pip takes a tag for itself alone, and not for all older ones. "1" runs in most places.
-    platforms = []
-    for tag in ["1", "2010", "2014", *(f"_2_{minor}" for minor in range(5, 40))]:
-        platforms += ["--platform", f"manylinux{tag}_{os.uname().machine}"]
-    subprocess.run(
-        [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:",
-         "--implementation", "cp", "--python-version", python, "-d", folder / "wheels",
-         *platforms, *pinned(python)], check=True)
-    for name, text in FILES.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    questions = pyarrow.parquet.read_table(ROOT / "tiny" / "countdown.parquet").to_pylist()
-    lines = [json.dumps(row) + "\n" for row in questions]
-    (folder / "countdown.jsonl").write_text("".join(lines))
-    print(f"{folder} is complete; on the machine, run sh {folder}/run.sh --small")
-
-
-def main(arguments: list[str] | None = None, script: Path = SCRIPT) -> None:
+def call(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("calls", nargs="*", help="A, B, C, or parts, like A2 A3 B6")
-    parser.add_argument("--small", action="store_true", help="tiny shapes, as a CPU can do them")
-    parser.add_argument("--minutes", type=float, help="that the call may take")
-    parser.add_argument("--pack", type=Path, metavar="FOLDER")
-    parser.add_argument("--python", default="3.12", help="which the packed wheels are for")
-    parser.add_argument("--table", type=Path, metavar="gpu.jsonl")
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, "all"], default="all")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, as a CPU can do them")
     options = parser.parse_args(arguments)
-    if options.pack:
-        return pack(options.pack, options.python)
-    if options.table:
-        return print(table([json.loads(line) for line in options.table.open()]))
-    calls = options.calls or list(MINUTES) * options.small
-    if not calls or not set(calls) <= {*MINUTES, *PARTS}:
-        parser.error(f"which of {', '.join([*MINUTES, *PARTS])}; or --small, --pack or --table")
-    parts = {}
-    minutes = 0.0
-    for name, part in PARTS.items():
-        if name == "machine" or name in calls or part.call in calls:
-            parts[name] = part
-    for call in calls:
-        minutes += MINUTES.get(call) or PARTS[call].seconds / 60 + 1
-    out = None if options.small else Path("gpu.jsonl")
+    if not (CUDA or options.small):
+        parser.error("there is no GPU here; --small rehearses on a CPU")
     # Else a call that is told to stop would leave its part behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    sys.exit(not measure(parts, options.minutes or minutes, options.small, out, script))
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    if options.small:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # Threads do not help models this small.
+    failed = []
+    for name in PARTS if "all" in options.parts else options.parts:
+        command = [sys.executable, __file__, "--part", name, *["--small"] * options.small]
+        if not run_part(name, SECONDS[PARTS[name]], command):
+            failed.append(name)
+    sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 
 
 if __name__ == "__main__":
-    main()
+    # This script starts itself with these words.
+    if sys.argv[1:2] == ["--part"]:
+        part = PARTS[sys.argv[2]]
+        main.launch(lambda arguments: part("--small" in arguments))
+    elif sys.argv[1:2] == ["--starve"]:
+        starve(sys.argv[2], sys.argv[3:])
+    else:
+        call(sys.argv[1:])

@@ -7,9 +7,8 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -18,11 +17,9 @@ import torch.distributed as dist
 import transformers
 
 import main
-from machinery import memory
-from machinery.launch import end_process
 from machinery.model import add_adapters, make_masters, type_when_loaded
-from machinery.ranks import DEVICE, RANK, join, leave_group
-from machinery.settings import ROOT, load_config
+from machinery.ranks import DEVICE, RANK, end_process, join, leave_group
+from machinery.settings import ROOT, Config, load_config
 
 median = statistics.median
 
@@ -44,10 +41,15 @@ SHAPES = {
     "small": qwen(256, 768, 4, 4, 2, vocabulary=8192),
 }
 
-# Takes the place of checkpoints.RunFolder. There is nothing to resume from.
-NO_FOLDER = SimpleNamespace(restore=lambda run: None, checkpoint=None, notes=[])
 # `training_step` would evaluate at these steps, and evaluations are not measured.
 NEVER_EVALUATE = ["validation.every=1000000000", "training.max_steps=1000000000"]
+
+
+class NoFolder:
+    """Takes the place of runs.RunFolder. There is nothing to resume from."""
+
+    def restore(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+        return {"step": 0, "best": (-1.0, -1.0), "last_evaluation": None}
 
 
 class SilentLog:
@@ -59,13 +61,16 @@ class SilentLog:
         self.metrics = {}
 
     @contextlib.contextmanager
-    def phase(self, name: str, total: int = 0) -> Iterator[None]:
+    def phase(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - started
 
-    def advance(self, count: int) -> None:
-        pass
+    def progress(self, items: Sequence) -> Iterator:
+        return iter(items)
+
+    def counter(self, total: int) -> Callable[[int], object]:
+        return lambda count: None
 
     def step(self, step: int, metrics: dict) -> None:
         self.metrics = metrics
@@ -100,15 +105,21 @@ def random_rewards(run: main.Run, groups: list[list[main.Trajectory]]) -> None:
             answer.reward = stream.random()
 
 
+def prepare(config: Config) -> main.Run:
+    """Returns what main.main would train, without its folder and its log."""
+    if not dist.is_initialized():
+        join()
+    return main.prepare(config, NoFolder(), SilentLog())
+
+
 def make_run(arguments: list[str], shape: str | None = None) -> main.Run:
     """Returns what main.main would train, but it never evaluates. With a `shape` it has random
     weights and random rewards."""
-    join()
     config = load_config([*arguments, *NEVER_EVALUATE])
     if shape:
         main.load_model = model_of_shape(shape)
         main.score = random_rewards
-    return main.prepare(config, NO_FOLDER, SilentLog())
+    return prepare(config)
 
 
 def never_stop(run: main.Run) -> None:
@@ -213,34 +224,17 @@ def sampling_floors(model, answers: list[main.Trajectory],
 
 # ---------------------------------------------- memory
 
-class LiveBytes(memory.LiveBytes):
-    """On a CPU this takes the place of a GPU's allocator."""
-
-    counting = None  # the one that counts now, for `peak_memory`
-
-    def __enter__(self):
-        LiveBytes.counting = self
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        LiveBytes.counting = None
-        return super().__exit__(*error)
-
-
 def peak_memory() -> dict[str, float]:
     """Returns this rank's peak in GB since the last call. On a GPU this is what its tensors held,
-    and what the allocator reserved for them. On a CPU it is what `LiveBytes` counted, or else the
-    peak of the whole process, as Linux tells it."""
+    and what the allocator reserved for them. On a CPU it is the peak of the whole process, as Linux
+    tells it."""
     if DEVICE.type == "cuda":
-        peaks = {"memory_gb": torch.cuda.max_memory_allocated() / 1e9,
-                 "reserved_gb": torch.cuda.max_memory_reserved() / 1e9}
+        peaks = {
+            "memory_gb": torch.cuda.max_memory_allocated() / 1e9,
+            "reserved_gb": torch.cuda.max_memory_reserved() / 1e9,
+        }
         torch.cuda.reset_peak_memory_stats()
         return peaks
-    if LiveBytes.counting:
-        counter = LiveBytes.counting
-        peak = counter.peak
-        counter.peak = counter.now
-        return {"memory_gb": peak / 1e9}
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM"):
             peak = int(line.split()[1]) * 1024

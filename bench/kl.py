@@ -16,7 +16,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import main
-from machinery.batches import store_in_answers
+from machinery.passes import store_in_answers
 
 VOCABULARY, STOP = 6, 0
 
@@ -47,11 +47,12 @@ def moved(model: torch.nn.Module, distance: float) -> torch.nn.Module:
 def all_answers(L: int) -> list[main.Trajectory]:
     """Returns every answer that ends with the stop token, or is truncated after L tokens."""
     others = [token for token in range(VOCABULARY) if token != STOP]
-    ids = [[*start, STOP] for length in range(L)
-           for start in itertools.product(others, repeat=length)]
-    ids += [list(start) for start in itertools.product(others, repeat=L)]
+    completions = []
+    for length in range(L):
+        completions += [[*start, STOP] for start in itertools.product(others, repeat=length)]
+    completions += [list(start) for start in itertools.product(others, repeat=L)]
     question = main.Question({}, [3, 1, 4])
-    return [main.Trajectory(question, completion, "", False) for completion in ids]
+    return [main.Trajectory(question, completion, "", False) for completion in completions]
 
 
 def gradient_of(value: torch.Tensor, model: torch.nn.Module) -> torch.Tensor:
@@ -70,24 +71,34 @@ def measured(L: int, distance: float) -> dict[str, float]:
 
     lengths = [answer.num_tokens for answer in answers]
     log_probs_of_each = log_probs.split(lengths)
-    log_p = torch.stack([tokens.sum() for tokens in log_probs_of_each])  # (answers,)
-    log_p_ref = torch.stack([tokens.sum() for tokens in reference.split(lengths)])
+    log_p = torch.stack([of_answer.sum() for of_answer in log_probs_of_each])  # (answers,)
+    log_p_ref = torch.stack([of_answer.sum() for of_answer in reference.split(lengths)])
     p = log_p.exp()
     exact = (p * (log_p - log_p_ref)).sum()
-    found = {"L": L, "probability": p.sum().item(), "kl": exact.item()}
     truth = gradient_of(exact, model)
+    found = {"L": L, "probability": p.sum().item(), "kl": exact.item()}
     for kl_in in ("reward", "loss"):
         training = config.training.model_copy(update={"kl_in": kl_in})
-        mean_loss, mean_kl = 0.0, 0.0
-        for weight, tokens, answer in zip(p.detach(), log_probs_of_each, answers, strict=True):
-            loss, metrics = main.policy_loss(tokens, [answer], 1, 1, training)
-            mean_loss += weight * loss
-            mean_kl += weight * metrics["kl"]
-        ours = gradient_of(mean_loss * L, model)
-        found["estimate / kl"] = (mean_kl / exact).item()
-        found[f"cosine {kl_in}"] = torch.cosine_similarity(ours, truth, dim=0).item()
-        found[f"length {kl_in}"] = (ours.norm() / truth.norm()).item()
+        loss, kl = means_over_answers(p.detach(), log_probs_of_each, answers, training)
+        gradient = gradient_of(loss * L, model)
+        found["estimate / kl"] = (kl / exact).item()
+        found[f"cosine {kl_in}"] = torch.cosine_similarity(gradient, truth, dim=0).item()
+        found[f"length {kl_in}"] = (gradient.norm() / truth.norm()).item()
     return found
+
+
+def means_over_answers(
+    p: torch.Tensor, log_probs_of_each: tuple, answers: list, training
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the mean loss and the mean metric `kl` of single answers, weighted by `p`."""
+    mean_loss = 0.0
+    mean_kl = 0.0
+    for weight, log_probs, answer in zip(p, log_probs_of_each, answers, strict=True):
+        totals = {"answers": 1, "tokens": answer.num_tokens}
+        loss, watched = main.policy_loss(log_probs, [answer], totals, training)
+        mean_loss += weight * loss
+        mean_kl += weight * watched["kl"]
+    return mean_loss, mean_kl
 
 
 if __name__ == "__main__":

@@ -1,21 +1,18 @@
 """What published models of 135 M and 0.5 B parameters learn on two CPU cores.
 
-    .venv/bin/python bench/real_models.py train a 0 --model models/smollm2.gguf
-    .venv/bin/python bench/real_models.py transfer 0 --model models/smollm2.gguf
-    .venv/bin/python bench/real_models.py tasks smollm2-135m --model models/smollm2.gguf
-    .venv/bin/python bench/real_models.py fits smollm2-135m --model models/smollm2.gguf
+    .venv/bin/python bench/real_models.py train a 0 --model models/smollm2
+    .venv/bin/python bench/real_models.py transfer 0 --model models/smollm2
+    .venv/bin/python bench/real_models.py tasks smollm2-135m --model models/smollm2
     .venv/bin/python bench/real_models.py tables
     .venv/bin/python bench/real_models.py draw
 
 `train` trains one of three recipes with a seed. `transfer` asks the result of recipe a, and the
-model before training, what was not trained. `tasks` asks a model questions of reasoning-gym. `fits`
-takes a step with the settings of config.yaml, to see whether it fits into memory. All that was
-measured is kept in docs/real_models.json, and not measured again without --again. `tables` prints
-it as Markdown, and `draw` makes docs/real_models.png of it."""
+model before training, what was not trained. `tasks` asks a model questions of reasoning-gym. All
+that was measured is kept in docs/real_models.json, and not measured again without --again. `tables`
+prints it as Markdown, and `draw` makes docs/real_models.png of it."""
 
 import argparse
 import json
-import re
 import shutil
 import statistics
 import subprocess
@@ -199,42 +196,6 @@ def tasks(options: argparse.Namespace) -> None:
         keep(title, found, options)
 
 
-def fits(options: argparse.Namespace) -> None:
-    """Takes one step with one and with two ranks, with all weights and with adapters. The reward is
-    random, so that each group has a signal and all answers are learned from."""
-    for ranks in (1, 2):
-        for trained, lora_rank in (("all weights", 0), ("adapters", 16)):
-            title = f"fits {options.label}: {trained}, {'2 ranks' if ranks == 2 else '1 rank'}"
-            if is_known(title, options):
-                continue
-            keys = [f"model.name={options.model}", f"model.lora_rank={lora_rank}",
-                    "task.name=tests/tasks/random_reward.py", "training.max_steps=1",
-                    *options.keys]
-            keep(title, {"keys": options.keys, **one_step(ranks, keys)}, options)
-
-
-def one_step(ranks: int, keys: list[str]) -> dict:
-    """Returns how a run of one step ended, what it said of memory, and how much a rank took."""
-    folder = ROOT / RUNS / "fits"
-    shutil.rmtree(folder, ignore_errors=True)
-    torchrun = Path(sys.executable).parent / "torchrun"
-    started = time.monotonic()
-    ended = subprocess.run(
-        [torchrun, f"--nproc-per-node={ranks}", "main.py", *keys, f"run.dir={RUNS}",
-         "run.name=fits"], cwd=ROOT, check=False, text=True, stdout=subprocess.PIPE)
-    print(ended.stdout, flush=True)
-    said = re.findall(r"learning takes ([\d,]+) tokens at a time", ended.stdout)
-    warnings = re.findall(r"^! .* may need ([\d.]+) GB", ended.stdout, re.MULTILINE)
-    found = {"exit": ended.returncode, "tokens": said, "may_need_gb": warnings,
-             "minutes": round((time.monotonic() - started) / 60, 1)}
-    if ended.returncode == 0:
-        [step] = [line for line in read_lines(folder / "metrics.jsonl") if "reward" in line]
-        found["memory_gb"] = round(step["memory_gb"], 2)
-        found["no_signal"] = round(step["groups_without_signal"], 3)
-    shutil.rmtree(folder, ignore_errors=True)
-    return found
-
-
 def is_known(title: str, options: argparse.Namespace) -> bool:
     return title in kept.read(options.file) and not options.again
 
@@ -252,7 +213,6 @@ def tables(options: argparse.Namespace) -> None:
     known = kept.read(options.file)
     print_trainings(known)
     print_transfer(known)
-    print_fits(known)
     print_tasks(known)
 
 
@@ -276,16 +236,6 @@ def print_transfer(known: dict) -> None:
                  if key.startswith("transfer after") and key.endswith(f": {title}")]
         if before and after:
             print(f"| {title} | {both_marks(before)} | {', '.join(after)} |")
-
-
-def print_fits(known: dict) -> None:
-    all_fits = {title: found for title, found in known.items() if title.startswith("fits ")}
-    if all_fits:
-        print("\n| one step with config.yaml | tokens chosen | GB a rank | exit |")
-        print("| --- | --- | --- | --- |")
-        for title, found in all_fits.items():
-            print(f"| {title.removeprefix('fits ')} | {', '.join(found['tokens'])} | "
-                  f"{found.get('memory_gb', '')} | {found['exit']} |")
 
 
 def print_tasks(known: dict) -> None:
@@ -365,7 +315,7 @@ def draw_mean(axes: Axes, runs: list[dict], metric: str, colour: str, style: str
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    for work in (train, transfer, tasks, fits, tables, draw):
+    for work in (train, transfer, tasks, tables, draw):
         command = commands.add_parser(work.__name__)
         command.set_defaults(work=work)
         command.add_argument("--file", type=Path, default=ROOT / "docs" / "real_models.json")
@@ -373,13 +323,12 @@ def read_arguments() -> argparse.Namespace:
             command.add_argument("recipe", choices=RECIPES)
         if work in (train, transfer):
             command.add_argument("seed", type=int)
-        if work in (tasks, fits):
-            command.add_argument("label", help="what the table calls the model, one word")
         if work is tasks:
+            command.add_argument("label", help="what the table calls the model, one word")
             command.add_argument("--only", help="tasks whose name has this in it")
-        if work in (train, transfer, tasks, fits):
-            command.add_argument("--model", required=work in (tasks, fits),
-                                 help="a folder or GGUF file, instead of the recipe's")
+        if work in (train, transfer, tasks):
+            command.add_argument("--model", required=work is tasks,
+                                 help="a folder, instead of the recipe's model")
             command.add_argument("--keys", nargs="+", default=[], help="section.key=value")
             command.add_argument("--again", action="store_true", help="also what is in the file")
         if work is draw:

@@ -18,10 +18,9 @@ from collections import defaultdict
 
 import harness
 from harness import DEVICE, main, median, peak_memory, say, torch
-from torch.nn.utils.rnn import pad_sequence
 
-from machinery.policy import ANSWERS_PER_PASS
-from machinery.prompts import pad_prompts, position_ids
+from machinery.passes import pad_right
+from machinery.prompts import ROWS_PER_PASS, pad_prompts, position_ids
 from machinery.ranks import WORLD_SIZE
 from machinery.sampling import up_to_stop
 
@@ -45,80 +44,99 @@ def plain_generate(sampler, prompts, settings, max_rows, on_ended) -> list[list[
 def plain_forward(self, answers) -> tuple[torch.Tensor, torch.Tensor]:
     """Takes the place of main.Policy.forward. Every row processes its own prompt, and all logits
     are there together, in float32."""
-    prompt_ids, prompt_mask, which = pad_prompts(
-        [answer.prompt_ids for answer in answers], self.model.device)
+    device = self.model.device
+    prompt_ids, prompt_mask, which = pad_prompts([answer.prompt_ids for answer in answers], device)
     log_probs = []
     entropies = []
-    for start in range(0, len(answers), ANSWERS_PER_PASS):
-        rows = which[start:start + ANSWERS_PER_PASS]
-        completions = [torch.tensor(answer.completion_ids, device=rows.device)
-                       for answer in answers[start:start + ANSWERS_PER_PASS]]
-        completion_ids = pad_sequence(completions, batch_first=True)  # (rows, time)
-        completion_mask = pad_sequence(
-            [torch.ones_like(each, dtype=torch.bool) for each in completions], batch_first=True)
-        ids = torch.cat([prompt_ids[rows], completion_ids], 1)
-        mask = torch.cat([prompt_mask[rows], completion_mask], 1)
-        with torch.autocast(ids.device.type, torch.bfloat16, enabled=self.use_autocast):
-            logits = self.model(input_ids=ids, attention_mask=mask,
-                                position_ids=position_ids(mask), use_cache=False).logits
-        logits = logits[:, -completion_ids.shape[1] - 1:-1].float()  # (rows, time, vocabulary)
-        every = (logits / self.temperature).log_softmax(-1)
-        of_tokens = every.gather(-1, completion_ids[..., None])[..., 0]  # (rows, time)
-        log_probs.append(of_tokens[completion_mask])
-        every = every.detach()
-        entropies.append(-(every.exp() * every).sum(-1)[completion_mask])
+    for start in range(0, len(answers), ROWS_PER_PASS):
+        few = slice(start, start + ROWS_PER_PASS)
+        prompts = which[few]
+        rows = [answer.completion_ids for answer in answers[few]]
+        completions, is_token = pad_right(rows, device)  # (rows, time)
+        ids = torch.cat([prompt_ids[prompts], completions], 1)  # (rows, prompt + time)
+        mask = torch.cat([prompt_mask[prompts], is_token], 1)
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.use_autocast):
+            output = self.model(
+                input_ids=ids, attention_mask=mask, position_ids=position_ids(mask),
+                use_cache=False)
+        logits = output.logits[:, -completions.shape[1] - 1:-1].float()  # (rows, time, vocabulary)
+        of_all = (logits / self.temperature).log_softmax(-1)
+        of_tokens = of_all.gather(-1, completions[..., None])[..., 0]  # (rows, time)
+        log_probs.append(of_tokens[is_token])
+        of_all = of_all.detach()
+        entropies.append(-(of_all.exp() * of_all).sum(-1)[is_token])
     return torch.cat(log_probs), torch.cat(entropies)
 
 
 # ---------------------------------------------------------------- measuring
 
+class Watch:
+    """Notes the answers of the last step, and the memory at the peak of each phase."""
+
+    def __init__(self):
+        self.answers = {}  # {phase: those that it has sampled, or learned from}
+        self.peaks = {}
+        self.own_sample = main.sample
+        self.own_gradient = main.policy_gradient
+
+    def __enter__(self):
+        main.sample = self.sample
+        main.policy_gradient = self.policy_gradient
+        return self
+
+    def __exit__(self, *error):
+        main.sample = self.own_sample
+        main.policy_gradient = self.own_gradient
+
+    def sample(self, *arguments):
+        peak_memory()
+        groups = self.own_sample(*arguments)
+        self.answers["sample"] = [answer for group in groups for answer in group]
+        self.peaks["sample"] = peak_memory()
+        return groups
+
+    def policy_gradient(self, run, learned, totals):
+        peak_memory()
+        update = self.own_gradient(run, learned, totals)
+        self.answers["learn"] = learned
+        self.peaks["learn"] = peak_memory()
+        return update
+
+
+def seconds_of_a_step(run) -> float:
+    harness.synchronise()
+    started = time.perf_counter()
+    main.training_step(run)
+    harness.synchronise()
+    return time.perf_counter() - started
+
+
 def measure(run, steps: int, warm_up: int = 1) -> dict:
     """Returns medians over the steps of what each phase takes on rank 0, and its share of what the
     computer can do."""
-    found: dict[str, list[float]] = defaultdict(list)
     dtype = torch.float32 if run.config.model.precision == "float32" else torch.bfloat16
     flops, bandwidth = harness.ceilings(dtype)
-    last = {}
-
-    def sample(*arguments):
-        peak_memory()
-        groups = original_sample(*arguments)
-        last["sample"] = [answer for group in groups for answer in group]
-        last["sample peak"] = peak_memory()
-        return groups
-
-    def policy_gradient(run, answers):
-        peak_memory()
-        metrics = original_gradient(run, answers)
-        last["learn"] = answers
-        last["learn peak"] = peak_memory()
-        return metrics
-
-    original_sample, main.sample = main.sample, sample
-    original_gradient, main.policy_gradient = main.policy_gradient, policy_gradient
-    for step in range(warm_up + steps):
-        harness.synchronise()
-        started = time.perf_counter()
-        main.training_step(run)
-        harness.synchronise()
-        if step < warm_up:
-            continue
-        found["step"].append(time.perf_counter() - started)
-        metrics = run.log.metrics
-        read, done = harness.sampling_floors(
-            run.sampler, last["sample"], run.config.sampling.max_rows)
-        floors = {"sample": max(read / bandwidth, done / flops),
-                  "learn": harness.learning_flops(run.model, last["learn"]) / flops}
-        for phase, floor in floors.items():
-            found[f"{phase}_share_of_ceiling"].append(floor / metrics[f"seconds/{phase}"])
-            for kind, peak in last[f"{phase} peak"].items():
-                found[f"{phase}_{kind}"].append(peak)
-        for phase in ("sample", "score", "learn"):
-            found[phase].append(metrics[f"seconds/{phase}"])
-    main.sample, main.policy_gradient = original_sample, original_gradient
+    found: dict[str, list[float]] = defaultdict(list)
+    with Watch() as watch:
+        for _ in range(warm_up):
+            seconds_of_a_step(run)
+        for _ in range(steps):
+            found["step"].append(seconds_of_a_step(run))
+            read, done = harness.sampling_floors(
+                run.sampler, watch.answers["sample"], run.config.sampling.max_rows)
+            floors = {
+                "sample": max(read / bandwidth, done / flops),
+                "learn": harness.learning_flops(run.model, watch.answers["learn"]) / flops,
+            }
+            for phase in ("sample", "score", "learn"):
+                found[phase].append(run.log.metrics[f"seconds/{phase}"])
+            for phase, floor in floors.items():
+                found[f"{phase}_share_of_ceiling"].append(floor / found[phase][-1])
+                for kind, peak in watch.peaks[phase].items():
+                    found[f"{phase}_{kind}"].append(peak)
     result = {name: median(values) for name, values in found.items()}
-    tokens = sum(answer.num_tokens for answer in last["sample"])
-    result["tokens_per_second"] = tokens / result["step"] * WORLD_SIZE
+    num_tokens = sum(answer.num_tokens for answer in watch.answers["sample"])
+    result["tokens_per_second"] = num_tokens / result["step"] * WORLD_SIZE
     result["gflops"] = flops / 1e9
     result["bandwidth_gb_per_second"] = bandwidth / 1e9
     if DEVICE.type == "cuda":
@@ -143,10 +161,10 @@ if __name__ == "__main__":
     if options.endless:
         harness.never_stop(run)
     result = measure(run, options.steps)
+    rounded = {name: round(value, 4) for name, value in result.items()}
     for phase in ("sample", "learn"):
         share = result[f"{phase}_share_of_ceiling"]
         memory = result[f"{phase}_memory_gb"]
         say(f"{phase:<8} {result[phase]:8.3f} s   {share:6.1%} of ceiling   {memory:6.2f} GB")
     say(f"step     {result['step']:8.3f} s   {result['tokens_per_second']:8,.0f} tokens/s")
-    harness.finish({"ranks": WORLD_SIZE, "plain": options.plain, "shape": options.shape,
-                    **{key: round(value, 4) for key, value in result.items()}})
+    harness.finish({"ranks": WORLD_SIZE, "plain": options.plain, "shape": options.shape, **rounded})

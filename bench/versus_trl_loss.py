@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import main
-from machinery.batches import store_in_answers
+from machinery.passes import store_in_answers
 
 L, ANSWERS, TEMPERATURE, BETA = 24, 16, 0.7, 0.5
 LOW, HIGH = 0.2, 0.28
@@ -130,8 +130,8 @@ def compare() -> float:
         training = config.training.model_copy(update=here)
         log_probs, _ = main.Policy(model, config)(answers)
         inputs = trl_inputs(answers)
-        loss, _ = main.policy_loss(log_probs, answers, ANSWERS, inputs["num_items_in_batch"],
-                                   training)
+        totals = {"answers": ANSWERS, "tokens": int(inputs["num_items_in_batch"])}
+        loss, _ = main.policy_loss(log_probs, answers, totals, training)
         gradient = gradient_of(loss, model)
 
         theirs = THEIR_DEFAULTS | there

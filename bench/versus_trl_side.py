@@ -15,12 +15,10 @@ import time
 
 from harness import dist, end_process, main, make_run, synchronise, torch, transformers
 
-from machinery.disk import beside_main
 from machinery.errors import UserError, describe
-from machinery.evaluation import evaluation_metrics
+from machinery.metrics import evaluation_metrics
 from machinery.ranks import RANK, WORLD_SIZE, leave_group, shuffled_order
-from machinery.schedule import learning_rate_at
-from machinery.settings import load_config
+from machinery.settings import beside_main, load_config
 
 seen = hashlib.sha256()
 
@@ -65,8 +63,10 @@ class Trl:
             parameter.grad = None
         self.training = config.training
         self.tokens = 0.0
-        rows = [{"prompt": text_of(run, question), "row": json.dumps(question.row)}
-                for question in in_order(run.training_questions, config.training)]
+        rows = []
+        for row in in_order(run.training_rows, config.training):
+            prompt = text_of(run, main.make_question(run, row))
+            rows.append({"prompt": prompt, "row": json.dumps(row)})
         self.trainer = trl.GRPOTrainer(
             model=beside_main(config.model.name), reward_funcs=self.reward,
             train_dataset=datasets.Dataset.from_list(rows),
@@ -88,8 +88,9 @@ class Trl:
         class EachStep(transformers.TrainerCallback):
             def on_step_begin(self, _, state, control, optimizer, **kwargs):
                 turns.begin(state.global_step + 1)
+                rate = main.learning_rate_at(state.global_step + 1, side.training)
                 for group in optimizer.param_groups:  # as main.learn does
-                    group["lr"] = learning_rate_at(state.global_step + 1, side.training)
+                    group["lr"] = rate
 
             def on_optimizer_step(self, _, state, control, optimizer, **kwargs):
                 see(optimizer.param_groups[0]["lr"], side.prompts)
@@ -122,8 +123,8 @@ def text_of(run: main.Run, question: main.Question) -> str:
     return run.tokenizer.decode(question.prompt_ids)
 
 
-def in_order(rows: main.Questions, training) -> list[main.Question]:
-    """Returns the questions of all steps, in the order in which main.questions takes them."""
+def in_order(rows: list[dict], training) -> list[dict]:
+    """Returns the rows of all steps, in the order in which main.questions takes them."""
     ordered = []
     for position in range(training.max_steps * training.num_samples_per_step * WORLD_SIZE):
         epoch, offset = divmod(position, len(rows))

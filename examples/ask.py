@@ -10,6 +10,7 @@ import argparse
 import json
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,14 +23,16 @@ import torch
 import countdown
 from machinery.errors import UserError
 from machinery.model import find_stop_ids, load_model, make_sampler
-from machinery.ranks import random_stream
+from machinery.ranks import random_seed
 from machinery.settings import load_config, read_yaml
-from machinery.tasks import Question, encode_prompt
-from main import Trajectory, sample
+from main import Trajectory, make_question, sample
 
 # The settings of a model's run are for training it. These here are for asking it.
 FOR_ASKING = ["model.lora_rank=0", "model.precision=float32", "model.attention=null",
               "training.shard=false"]
+SILENT_LOG = SimpleNamespace(  # In place of a Logger. It shows nothing.
+    phase=lambda name: nullcontext(), progress=iter, counter=lambda total: lambda count: None,
+    seconds={})
 
 
 # ---------------------------------------------------------------- the model
@@ -87,7 +90,7 @@ def load(path: Path) -> SimpleNamespace:
         stop_ids=find_stop_ids(model, tokenizer),
         model=model,
         sampler=make_sampler(model, config),
-        log=SimpleNamespace(advance=lambda count: None),  # It shows nothing.
+        log=SILENT_LOG,
     )
 
 
@@ -110,11 +113,8 @@ def read_question(words: list[str]) -> dict:
 def sample_answers(model: Path, row: dict, num_answers: int) -> list[Trajectory]:
     run = load(model)
     words = [str(word) for word in (*row["nums"], "=", row["target"])]
-    stream = random_stream(run.config.training.seed, 0, f"ask {words}")
-    torch.manual_seed(stream.getrandbits(63))
-    prompt_ids = encode_prompt(row, run.task, run.tokenizer, run.config)
-    groups = sample(run, [Question(row, prompt_ids)], num_answers)
-    return groups[0]
+    torch.manual_seed(random_seed(run.config.training.seed, 0, f"ask {words}"))
+    return sample(run, [make_question(run, row)], num_answers)[0]
 
 
 def last_expression(completion: str) -> str:

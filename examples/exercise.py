@@ -45,10 +45,9 @@ STAGES = [
         f"{LEARNING}equal_rewards_mean_an_advantage_of_exactly_zero"]),
     Stage("policy_loss: the formula in its docstring", [
         f"{LEARNING}loss_and_gradient_equal_the_plain_formula_for_any_micro_batch_size"]),
-    Stage("imitate_best: learning_type=sil, where `stream` decides among equal rewards", [
+    Stage("imitate_best: learning_type=sil. Of answers of equal reward the first ones count", [
         f"{LEARNING}sil_imitates_the_k_best_and_nothing_that_earned_nothing",
-        f"{LEARNING}only_the_answers_that_sil_imitates_count_in_the_normalizer",
-        f"{LEARNING}the_seed_decides_which_of_equal_answers_sil_imitates"]),
+        f"{LEARNING}only_the_answers_that_sil_imitates_count_in_the_normalizer"]),
     Stage("scale_advantages: scale_rewards=group, where the standard deviation gets 1e-4 added", [
         f"{FAMILY}advantages_of_grpo_are_divided_by_the_groups_standard_deviation"]),
     Stage("scale_advantages: scale_rewards=mean", [

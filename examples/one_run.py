@@ -33,7 +33,7 @@ MOST_BYTES = 2_000_000  # of a page
 MOST_NUMBERS = 80_000  # in all curves of a page
 RIGHT = 0.5  # A question counts as solved if this share of its answers is right.
 # These settings say where a run lies, and nothing about the experiment.
-OWN_SETTINGS = ("run.name", "run.dir", "run.resume")
+OWN_SETTINGS = ("run.name", "run.dir")
 # Each line of samples.jsonl has these names. All other names in it are parts of the reward.
 FIELDS = ("step", "question", "prompt", "completion", "solved", "reward", "truncated",
           "completion_length")
@@ -168,13 +168,15 @@ def to_answer(line: dict) -> Answer:
     )
 
 
-def read_num_ranks(folder: Path) -> int | None:
+def read_num_ranks(folder: Path, settings: dict[str, Any]) -> int | None:
     """The number of ranks of the newest checkpoint that can be read, or None without one."""
+    questions = "training.num_samples_per_step"  # of each rank in the settings of a run
     num_ranks = None
     for path in sorted(folder.glob("checkpoints/step-*/state.json")):
         with suppress(OSError, ValueError, TypeError, LookupError):
             state = json.loads(path.read_text(encoding="utf-8"))
-            num_ranks = int(state["num_ranks"])
+            # An experiment has the questions of all ranks together.
+            num_ranks = state["experiment"][questions] // settings[questions]
     return num_ranks
 
 
@@ -225,7 +227,7 @@ def read_run(folder: Path) -> RunData:
     settings = read_settings(folder / "config.yaml")
     points, num_damaged_points = read_lines(folder / "metrics.jsonl", to_point)
     answers, num_damaged_answers = read_lines(folder / "samples.jsonl", to_answer)
-    num_ranks = read_num_ranks(folder)
+    num_ranks = read_num_ranks(folder, settings)
     training, evaluation = split_points(points)
     evaluations = group_answers(answers)
     name = str(settings.get("run.name") or folder.resolve().name)

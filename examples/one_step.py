@@ -19,7 +19,6 @@ import math
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean, stdev
 from types import SimpleNamespace
@@ -30,14 +29,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 import main
-from machinery.batches import measure_in_batches, store_in_answers
-from machinery.errors import UserError, as_user_error
+from machinery.errors import UserError, as_user_error, shortened, visible
 from machinery.metrics import MOVED, change_metrics
 from machinery.model import make_sampler, refresh_sampler
-from machinery.ranks import join, random_stream
+from machinery.passes import measure_in_batches, store_in_answers
+from machinery.ranks import join, random_seed
 from machinery.settings import Config, load_config
-from machinery.tasks import Question, encode_prompt
-from machinery.text import shortened, visible
 from main import Run, Trajectory
 
 TEMPLATE = Path(__file__).with_name("one_step_page.html")
@@ -56,12 +53,10 @@ def prepare(config: Config) -> Run:
     """Returns a run without a folder and without a log, at the full learning rate."""
     training = config.training.model_copy(update={"warmup_steps": 0, "decay_steps": None})
     config = config.model_copy(update={"training": training})
-    folder = SimpleNamespace(restore=lambda run: None, checkpoint=None, notes=[])
-    log = SimpleNamespace(
-        phase=lambda name, total=0: nullcontext(), advance=lambda count: None, seconds={})
-    run = main.prepare(config, folder, log)
-    run.step = 1  # The learning rate of step 0 is 0.
-    return run
+    # The learning rate of step 0 is 0.
+    restored = {"step": 1, "best": (-1.0, -1.0), "last_evaluation": None}
+    folder = SimpleNamespace(restore=lambda model, optimizer: restored)
+    return main.prepare(config, folder, ask.SILENT_LOG)
 
 
 class Place(NamedTuple):
@@ -79,15 +74,11 @@ def sampled(run: Any, rows: list[dict], step: int) -> list[tuple[list, list]]:
     The random numbers are those of this step of training. So whatever differs when it is called
     again differs because of an update."""
     training = run.config.training
-    stream = random_stream(training.seed, step, "train")
-    torch.manual_seed(stream.getrandbits(63))
-    questions = []
-    for row in rows:
-        prompt_ids = encode_prompt(row, run.task, run.tokenizer, run.config)
-        questions.append(Question(row, prompt_ids))
+    torch.manual_seed(random_seed(training.seed, step, "train"))
+    questions = [main.make_question(run, row) for row in rows]
     groups = main.sample(run, questions, training.group_size)
     main.score(run, groups)
-    return [(group, main.compute_advantages(group, training, stream)) for group in groups]
+    return [(group, main.compute_advantages(group, training)) for group in groups]
 
 
 def groups_with_signal(run: Run, row: dict | None) -> Iterator[tuple[list, list, Place]]:
@@ -132,7 +123,7 @@ def one_step(run: Run, group: list[Trajectory], counted: list[Trajectory]) -> di
     measure(run, group, "before")
     main.learn(run, counted)
     measure(run, group, "after")
-    return change_metrics(run, counted)
+    return change_metrics(run.policy.module, counted, run.config.training)
 
 
 # ---------------------------------------------------------------- many groups

@@ -160,7 +160,7 @@ def meet() -> dist.Store:
 
 @contextmanager
 def errors_on_all_ranks() -> Iterator[None]:
-    """A user error on one rank becomes the same error on all, so none is left waiting. Collective."""
+    """A user error on one rank becomes the same error on all, so that none waits. Collective."""
     own_message = None
     cause = None
     try:

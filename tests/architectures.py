@@ -27,7 +27,7 @@ from transformers import AutoTokenizer, GenerationConfig
 import main
 from machinery.check import check_model
 from machinery.errors import UserError
-from machinery.prompts import has_running_state
+from machinery.prompts import can_continue
 from machinery.ranks import join
 from machinery.sampling import generate
 from machinery.sharding import Sharded
@@ -63,7 +63,7 @@ def examine(name: str, folder: Path) -> Finding:
     except UserError as error:
         finding.refusal = str(error)
         return finding
-    finding.has_own_prompts = has_running_state(run.model)
+    finding.has_own_prompts = not can_continue(run.model)
     finding.differences = compare(run, "")
     if run.model.supports_gradient_checkpointing:
         run.model.activation_checkpointing_enable()
@@ -88,15 +88,11 @@ def begin(folder: Path, **overrides) -> SimpleNamespace:
                             "sampling__temperature": TEMPERATURE, **overrides})
     model, tokenizer = main.load_model(config)
     sampler = main.make_sampler(model, config)
-    policy = main.Policy(model, config, one_pass=config.training.shard)
+    policy = main.Policy(model, config)
     if config.training.shard:
         policy = Sharded(policy)
-    question = main.Question({}, PROMPTS[0])
-    run = SimpleNamespace(
-        config=config, model=model, policy=policy, sampler=sampler,
-        stop_ids=main.find_stop_ids(model, tokenizer), training_questions=[question])
-    check_model(run)
-    return run
+    check_model(policy, sampler, LONG, main.find_stop_ids(model, tokenizer)[0], config)
+    return SimpleNamespace(config=config, model=model, policy=policy, sampler=sampler)
 
 
 def begin_with_adapters(finding: Finding, folder: Path) -> SimpleNamespace:

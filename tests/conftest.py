@@ -25,8 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "examples")]
 
 import logger
 import main
-from machinery import launch
-from machinery.ranks import join
+from machinery.ranks import join, launch
 
 torch.set_num_threads(1)
 
@@ -79,7 +78,8 @@ def load_config(*overrides):
 
 # In place of a Logger: it shows nothing.
 SILENT_LOG = SimpleNamespace(
-    advance=lambda count: None, phase=lambda name, total=0: contextlib.nullcontext(), seconds={})
+    phase=lambda name: contextlib.nullcontext(), progress=iter,
+    counter=lambda total: lambda count: None, seconds={})
 
 
 # ---------------------------------------------------------------- learning
@@ -113,13 +113,17 @@ def make_trajectories(count: int = QUESTIONS * GROUP, seed: int = 0, longest: in
 def learning_config(**overrides):
     return make_config(**{
         "training__max_new_gen_tokens": L, "training__max_grad_norm": None,
+        "training__learning_rate": SGD_RATE, "training__warmup_steps": 0,
         "sampling__temperature": TEMPERATURE, "model__precision": "float32", **overrides})
 
 
 def make_policy(model, config, **how):
-    """What `policy_gradient` uses of a run: the model wrapped as in `prepare`."""
+    """What `learn` uses of a run: the model wrapped as in `prepare`. SGD takes AdamW's place. Its
+    steps are large enough for ratios to leave the clipping range."""
     wrapped = torch.nn.parallel.DistributedDataParallel(main.Policy(model, config), **how)
-    return SimpleNamespace(policy=wrapped, config=config, reference=None, log=SILENT_LOG)
+    return SimpleNamespace(
+        policy=wrapped, model=model, sampler=model, config=config, reference=None, log=SILENT_LOG,
+        optimizer=torch.optim.SGD(model.parameters()), step=1)
 
 
 def start_of(model):
@@ -131,27 +135,15 @@ def start_of(model):
     return reference
 
 
-def step_of_sgd(model):
-    """In place of AdamW's, between two updates: large enough for ratios to leave the clipping
-    range."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.sub_(SGD_RATE * parameter.grad)
-
-
 def learn(model, trajectories, **overrides):
     """All updates on one batch, as a run of these settings makes them. Returns the last update's
     metrics. Its gradient stays in `model`."""
     config = learning_config(**overrides)
     run = make_policy(model, config, gradient_as_bucket_view=True)
     if config.training.kl_beta:
-        run.reference = main.make_reference(main.Policy, start_of(model), config)
+        run.reference = main.Policy(main.make_reference(start_of(model), config), config)
     answers = [dataclasses.replace(trajectory) for trajectory in trajectories]
-    for update in range(config.training.updates_per_batch):
-        if update > 0:
-            step_of_sgd(model)
-        metrics = main.policy_gradient(run, answers)
-    return metrics
+    return main.learn(run, answers)[-1]
 
 
 def learn_in_plain_loops(trajectories, architecture, dtype=torch.float64, **overrides):
@@ -164,7 +156,9 @@ def learn_in_plain_loops(trajectories, architecture, dtype=torch.float64, **over
         reference = as_numbers(plain_logprobs(start_of(model), trajectories, TEMPERATURE))
     for update in range(training.updates_per_batch):
         if update > 0:
-            step_of_sgd(model)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.sub_(SGD_RATE * parameter.grad)
         model.zero_grad()
         loss = plain_loss(model, trajectories, QUESTIONS * GROUP, L, TEMPERATURE,
                           normalizer=training.loss_normalizer, clip=training.clip, old=old,
@@ -293,20 +287,19 @@ SMALL = ["training.max_steps=3", "training.max_new_gen_tokens=48", "training.lea
 EVERY_STEP = ["checkpoint.every=1", "validation.every=2"]
 SIL = ["training.learning_type=sil", "training.k_best_of_n=[2,4]"]
 # The metrics that depend on the clock or on the machine.
-TIMES = {"tokens_per_second", "seconds/sample", "seconds/score", "seconds/refill", "seconds/learn",
-         "memory_gb", "memory_reserved_gb"}
+TIMES = {"tokens_per_second", "seconds/sample", "seconds/score", "seconds/learn", "memory_gb"}
 # These are measured in the first step, and in each step that is evaluated.
 CHANGE = {"moved", "moved_as_meant", "change_as_meant", "change_rewarded", "change_punished"}
 
 
 def start(arguments: list[str]) -> int:
     """`python main.py` in this process. Returns the exit code, see `stay`."""
-    return launch.launch(main.main, arguments)
+    return launch(main.main, arguments)
 
 
 def run_main(*arguments: str):
     """For `ranks`: does not return, as `launch` ends the process."""
-    launch.launch(main.main, list(arguments))
+    launch(main.main, list(arguments))
 
 
 def run_without_curves(*arguments: str):
@@ -349,8 +342,8 @@ def outcome(folder: Path) -> dict:
             "state": [state[key] for key in ("step", "best", "last_evaluation")],
             "tensors": digest(checkpoint / "tensors-1.safetensors"),
             "best": digest(folder / "best" / "model.safetensors"),
-            "best of": name_without_count(folder / "best"),
-            "files": sorted(name_without_count(path) for path in files if path.name != "best")}
+            "best of": (folder / "best").resolve().name,
+            "files": sorted(path.name for path in files)}
 
 
 def without_files(outcome: dict) -> dict:
@@ -369,12 +362,6 @@ def training_steps(folder: Path) -> list[dict]:
 
 def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def name_without_count(path: Path) -> str:
-    """A run killed after it had switched best/ switches it again, to the same in a folder
-    best-000004-2, say. The last number does not count."""
-    return re.sub(r"^(best-\d+)-\d+$", r"\1", path.resolve().name)
 
 
 # ---------------------------------------------------------------- files
@@ -405,6 +392,7 @@ KEPT_GROUPS = []
 def stay(code: int) -> int:
     """In place of `end_process`: what called `launch` continues. The process group is kept, because
     freeing it would end its threads under other tests."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Its handler holds the folder of the run.
     if torch.distributed.is_initialized():
         KEPT_GROUPS.append(torch.distributed.group.WORLD)
         torch.distributed.destroy_process_group()
@@ -424,7 +412,7 @@ def as_in_a_fresh_process(monkeypatch):
     """Each test begins with the same random numbers. Runs end without ending the process, draw no
     curves, and leave nothing behind: no handler, no module of a task, no variable of MLflow."""
     torch.manual_seed(0)
-    monkeypatch.setattr(launch, "end_process", stay)
+    monkeypatch.setattr("machinery.ranks.end_process", stay)
     monkeypatch.setattr(logger.Logger, "_draw_curves", draw_nothing)
     monkeypatch.setattr(sys, "path", list(sys.path))
     # MLflow itself sets it, for processes it might start.

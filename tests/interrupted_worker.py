@@ -14,7 +14,7 @@ from conftest import run_without_curves
 
 import logger
 import main
-from machinery import checkpoints, disk, metrics, on_ctrl_c
+from machinery import metrics, on_ctrl_c, runs
 
 
 class Striker:
@@ -64,20 +64,20 @@ def run_and_be_struck(strike: dict, folder: str, arguments: list[str]):
     passing(metrics.StepReport, "metrics", before="updated", after="logging")
     passing(main, "evaluate", before="evaluating")
     passing(main, "evaluation_metrics", after="evaluated")
-    passing(checkpoints, "save_file", after="saving: tensors")
-    passing(disk, "sync_to_disk", before="saving: written",
+    passing(runs, "save_file", after="saving: tensors")
+    passing(runs, "sync_to_disk", before="saving: written",
             when=lambda path: path.name == "state.json")
-    passing(disk, "sync_to_disk", before="saving: renamed", after="saving: synced",
+    passing(runs, "sync_to_disk", before="saving: renamed", after="saving: synced",
             when=lambda path: path.name == "checkpoints")
     passing(shutil, "rmtree", before="saving: removal", after="saving: removed",
-            when=lambda folder, *_: folder.name.startswith("step-"))
-    passing(disk, "sync_to_disk", after="saving: best",
+            when=lambda folder, *_: folder.name.startswith("step-") and folder.exists())
+    passing(runs, "sync_to_disk", after="saving: best",
             when=lambda path: path.name == "unfinished" and path.parent.name != "checkpoints")
     passing(Path, "replace", after="saving: linked")
     passing(logger.Logger, "finish", before="finishing")
     # As main.py has it. A shell lets its background jobs, and so the tests there, ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    on_ctrl_c(lambda: "nothing is saved yet")
+    on_ctrl_c()
     signal.signal(signal.SIGALRM, lambda *_: None)  # as a reward with a time limit has it
     signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2)
     run_without_curves(*arguments)

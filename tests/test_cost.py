@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import DynamicLayer
 
 import main
-from machinery import policy, sampling
-from machinery.prompts import CACHE_ROOM, RoomyLayer
+from machinery import passes, prompts, sampling
+from machinery.sampling import CACHE_ROOM, RoomyLayer
 
 
 def shapes_processed(model) -> list[tuple[int, int]]:
@@ -56,7 +56,7 @@ def test_sampling_processes_each_prompt_once_and_finished_answers_no_further(mon
 
 
 def test_learning_processes_each_prompt_once_a_micro_batch_and_pads_little(one_rank, monkeypatch):
-    monkeypatch.setattr(policy, "ANSWERS_PER_PASS", 4)
+    monkeypatch.setattr(prompts, "ROWS_PER_PASS", 4)
     answers = make_trajectories(48, longest=40)
     for i, answer in enumerate(answers):
         answer.question = main.Question({}, PROMPTS[i // 16])
@@ -64,7 +64,7 @@ def test_learning_processes_each_prompt_once_a_micro_batch_and_pads_little(one_r
     model = make_model()
     shapes = shapes_processed(model)
 
-    main.policy_gradient(
+    main.learn(
         make_policy(model, learning_config(training__tokens_per_micro_batch=10_000)), answers)
 
     useful = sum(answer.num_tokens for answer in answers)
@@ -87,14 +87,14 @@ class LargestTensor(TorchDispatchMode):
 def test_logits_for_all_tokens_never_exist_together(one_rank, monkeypatch):
     vocabulary = 5000
     chunk = vocabulary * 40
-    monkeypatch.setattr(policy, "LOGITS_PER_CHUNK", chunk)
+    monkeypatch.setattr(passes, "LOGITS_PER_CHUNK", chunk)
     answers = make_trajectories(32, longest=60)
     assert sum(answer.num_tokens for answer in answers) * vocabulary > 10 * chunk
     model = make_model(vocab_size=vocabulary)
     run = make_policy(model, learning_config(training__tokens_per_micro_batch=10**6))
 
     with LargestTensor() as largest:
-        main.policy_gradient(run, answers)
+        main.learn(run, answers)
 
     # The gradient of all weights is one tensor in DDP's bucket.
     assert largest.numel == max(chunk, model.num_parameters())

@@ -11,12 +11,14 @@ from conftest import SMALL, outcome, run_without_curves, uninterrupted
 from processes import ranks, torchrun
 
 import main
-from machinery import checkpoints, launch
+from machinery import ranks as ranks_of_machinery
+from machinery import runs
+from machinery.errors import KILLED
 
 STEPS = [*SMALL, "training.max_steps=2", "validation.every=2"]
 PLACES = {"sampling": (main, "generate"), "scoring": (main, "grade"),
           "learning": (main, "policy_loss"), "evaluating": (main, "evaluate"),
-          "saving": (checkpoints.RunFolder, "save"), "leaving": (launch, "leave_group")}
+          "saving": (runs.RunFolder, "save"), "leaving": (ranks_of_machinery, "leave_group")}
 
 
 def run_and_die(place, dead, others, arguments):
@@ -91,8 +93,8 @@ def test_torchruns_report_says_why_a_rank_may_have_been_killed(tmp_path):
     assert result.returncode == 1
     report = result.stderr[result.stderr.rindex("Root Cause"):]
     assert "(SIGKILL)" in report
-    assert launch.KILLED in report
-    assert "training.tokens_per_micro_batch" in launch.KILLED
+    assert KILLED in report
+    assert "training.tokens_per_micro_batch" in KILLED
 
 
 if __name__ == "__main__":

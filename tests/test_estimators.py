@@ -50,8 +50,7 @@ def test_the_weighted_sketches_of_a_group_are_the_sketch_of_main_pys_gradient(na
         answer.reference_log_probs = torch.tensor(
             [stream.gauss(-3, 1) for _ in answer.completion_ids], dtype=torch.float64)
 
-    # The same stream, because it decides between equals.
-    weights = estimators.weights_of(group, training, estimator.change, random.Random(0))
+    weights = estimators.weights_of(group, training, estimator.change)
     found = torch.zeros(estimators.BUCKETS, dtype=torch.float64)
     for answer, weight in zip(group, weights, strict=True):
         log_probs, _ = run.policy.module([answer])
@@ -60,8 +59,9 @@ def test_the_weighted_sketches_of_a_group_are_the_sketch_of_main_pys_gradient(na
             penalty = sketch.of_penalty(log_probs, answer, training, training.kl_in)
             found += training.kl_beta * penalty / len(group)
 
-    counted = estimators.counted_answers(group, training, estimator.change, random.Random(0))
-    assert main.policy_gradient(run, counted)["updated"] == 1
+    counted = estimators.counted_answers(group, training, estimator.change)
+    learned, totals = estimators.learned_and_totals(counted, training)
+    assert main.policy_gradient(run, learned, totals)["updated"] == 1
     assert relative_error(found, -sketch.of([gradient(run.policy)])) < 1e-11
     assert found.norm() > 1e-3
 
@@ -85,10 +85,11 @@ def test_a_later_update_is_that_of_a_run_with_several(one_rank, monkeypatch):
 
     found = estimators.later_updates(run, [answers[0].question] * 32)  # two batches
 
-    main.compute_advantages(answers, config.training, random.Random(0))
+    main.compute_advantages(answers, config.training)
     batch = [dataclasses.replace(answer) for _ in range(16) for answer in answers]
+    learned, totals = estimators.learned_and_totals(batch, config.training)
     for _ in range(2):
-        main.policy_gradient(run, batch)
+        main.policy_gradient(run, learned, totals)
         expected = -gradient(run.policy)
         run.optimizer.step()
     clipped = found["second update, clipped"]
@@ -149,10 +150,7 @@ def test_the_cosine_of_a_batch_is_that_of_batches_that_are_sampled(listed):
         batch = torch.zeros(estimators.BUCKETS, dtype=torch.float64)
         for question in stream.choices(range(10), k=16):
             chosen = stream.sample(range(400), 8)
-            group = [pool.groups[question][i] for i in chosen]
-            weights = estimators.weights_of(group, TRAINING, "", stream)
-            sketches = pool.sketches["log pi"][question][chosen]
-            batch += torch.tensor(weights, dtype=torch.float64) @ sketches
+            batch += estimators.gradient_of_group(pool, question, chosen, TRAINING, "")
         cosines.append(torch.cosine_similarity(batch, exact.mean(0), dim=0).item())
 
     assert row["batch, what is solved"][0] == pytest.approx(sum(cosines) / 200, abs=0.04)

@@ -1,4 +1,5 @@
-"""Rewards and tasks beside Countdown: at their published values, and plugged into whole runs."""
+"""Rewards and tasks beside Countdown: at their published values, and plugged into whole runs. And
+examples/from_gguf.py."""
 
 import json
 import math
@@ -8,10 +9,12 @@ import time
 from fractions import Fraction
 from types import SimpleNamespace
 
+import from_gguf
+import gguf
 import pytest
 import torch
 import transformers
-from conftest import SILENT_LOG, SIZES, SMALL, make_config, read_jsonl, start
+from conftest import SILENT_LOG, SIZES, SMALL, make_config, make_model, read_jsonl, start
 from processes import ROOT
 
 import main
@@ -149,17 +152,17 @@ def test_gsm8k_trains_as_a_chat_on_the_parts_that_are_chosen_and_measures_what_i
         assert step["reward"] == pytest.approx(weighted) and step["updated"] == 1
 
 
-def test_questions_that_are_too_long_are_left_out_and_counted(tmp_path, capsys):
+def test_questions_that_are_too_long_are_left_out():
     rows = task.load(str(ROOT / "examples" / "gsm8k.jsonl"), None)
     tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "tiny" / "model")
     lengths = sorted(len(tokenizer(row["prompt"])["input_ids"]) for row in rows)
     config = make_config(data__dataset="examples/gsm8k.jsonl", data__num_validation=3,
-                         data__max_prompt_tokens=lengths[8])
+                         data__max_prompt_tokens=lengths[8], training__max_new_gen_tokens=48)
 
-    training, validation = main.load_questions(task, tokenizer, config)
+    training, validation = main.load_questions(task, make_model(), tokenizer, config)
 
-    kept = sorted(len(question.prompt_ids) for question in [*training, *validation])
-    assert kept == lengths[:9] and "leaves out 3 of 12" in capsys.readouterr().out
+    kept = sorted(len(tokenizer(row["prompt"])["input_ids"]) for row in training + validation)
+    assert kept == lengths[:9]
 
 
 # ---------------------------------------------------------------- plugging in
@@ -308,3 +311,45 @@ def test_datasets_of_the_real_library_are_graded():
         row = gym.load(f"{name} seed=7", 2)[1]
         assert gym.reward_function(row["entry"]["answer"], row)["strict"] == 1
         assert gym.reward_function("no idea", row)["strict"] == 0
+
+
+# ---------------------------------------------------------------- GGUF
+
+def write_gguf(model, tokenizer, path) -> None:
+    """Writes a Qwen 2 as llama.cpp does, without rounding."""
+    config = model.config
+    tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    values = {
+        "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
+        "head_count": config.num_attention_heads, "head_count_kv": config.num_key_value_heads,
+        "layer_norm_rms_eps": config.rms_norm_eps,
+        "rope_freq_base": config.rope_parameters["rope_theta"], "tokenizer_model": "gpt2",
+        "token_list": tokens, "token_types": [gguf.TokenType.NORMAL] * len(tokens),
+        "token_scores": [0.0] * len(tokens), "eos_token_id": tokenizer.eos_token_id}
+    writer = gguf.GGUFWriter(path, "qwen2")
+    for name, value in values.items():
+        getattr(writer, f"add_{name}")(value)
+    names_in_file = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config.num_hidden_layers)
+    for name, weight in model.named_parameters():
+        name_in_file = names_in_file.get_name(name, (".weight", ".bias"))
+        writer.add_tensor(name_in_file, weight.detach().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_file_becomes_a_folder_with_the_same_weights_that_can_learn(tmp_path):
+    folder = ROOT / "tiny" / "model"
+    original = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    write_gguf(original, tokenizer, tmp_path / "tiny.gguf")
+
+    from_gguf.convert(tmp_path / "tiny.gguf", tmp_path / "folder")
+
+    config = make_config(model__name=str(tmp_path / "folder"), model__precision="float32")
+    loaded, loaded_tokenizer = main.load_model(config)
+    for name, weight in original.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], weight), name
+    assert loaded_tokenizer("30 + 26 = 56")["input_ids"] == tokenizer("30 + 26 = 56")["input_ids"]

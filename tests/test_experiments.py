@@ -1,18 +1,15 @@
 """What bench/experiments.py makes of runs."""
 
 import json
-import sys
 from statistics import fmean, stdev
 from types import SimpleNamespace
 
+import experiments
 import pytest
 from processes import ROOT
 
 from machinery.settings import load_config
 from machinery.tasks import load_task
-
-sys.path.append(str(ROOT / "bench"))
-import experiments
 
 CLAIM = experiments.Claim("x is better", "0000.00000", "solved", "G = 2", experiments.DEFAULT)
 OPTIONS = SimpleNamespace(keys=[], seeds=[0, 1, 2])

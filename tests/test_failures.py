@@ -27,8 +27,8 @@ from conftest import (
 from processes import ROOT, ranks, torchrun
 
 import main
-from machinery import checkpoints
 from machinery import ranks as ranks_of_machinery
+from machinery import runs
 
 TINY = [*SMALL, "training.max_new_gen_tokens=16"]
 TINY_MODEL = ROOT / "tiny" / "model"
@@ -74,33 +74,28 @@ def broken(tmp_path_factory):
         f"open({str(folder / 'it has run')!r}, 'w')\nclass Config: pass\nclass Model: pass\n")
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(TINY_MODEL)
-    few_tokens = make_model("llama", vocab_size=len(tokenizer) - 100)
     no_numbers = make_model("llama", vocab_size=len(tokenizer))
     no_numbers.lm_head.weight.data.fill_(math.nan)
-    for name, model in (("few tokens", few_tokens), ("no numbers", no_numbers)):
-        model.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
+    no_numbers.save_pretrained(folder / "no numbers")
+    tokenizer.save_pretrained(folder / "no numbers")
     (folder / "file").touch()
     return folder
 
 
 @pytest.mark.parametrize(("arguments", "says"), [
     (["model.attention=flash_9"], ["model.name=", "model.attention='flash_9'"]),
-    (["model.lora_rank=4", "model.lora_targets=[q]"], ["model.lora_targets", "no layer named q"]),
-    (["model.name=tiny/modle"], ["model.name='tiny/modle'", "no such folder"]),
+    (["model.lora_rank=4", "model.lora_targets=[q]"], ["cannot be trained", "lora_targets=['q']"]),
     (["model.name=someone/model"], ["model.name='someone/model'", "hub id within reach"]),
     (["model.name=own code"], ["model.name='own code'", "cannot be loaded"]),
     (["model.name=no eos"], ["model.name='no eos'", "end-of-text"]),
-    (["model.name=few tokens"], ["model.name='few tokens'", "tokenizer writes token"]),
     (["model.name=no numbers"], ["LlamaForCausalLM cannot be trained here", "nan in the mean"]),
     (["model.name=no template", "data.prompt_style=chat"],
      ["data.prompt_style", "chat template", "write base"]),
-    (["data.num_validation=9999"], ["data.num_validation=9999", "none is left"]),
+    (["data.num_validation=9999"], ["data.num_validation=9999 leaves 0 training"]),
     (["training.max_new_gen_tokens=500"], ["training.max_new_gen_tokens=500", "512", "at most"]),
     (["task.name=none.py"], ["task.name='none.py'"]),
-    (["task.reward_weights={form: 1}"], ["task.reward_weights", "form", "format, answer"]),
+    (["task.reward_weights={form: 1}"], ["task.reward_weights", "has no part form"]),
     (["run.dir=file"], ["run.dir='file'"]),
-    (["run.resume=never"], ["run.resume='never'", "set run.name"]),
 ])
 def test_a_mistake_is_one_line_with_what_was_seen_and_what_to_write(
         arguments, says, broken, tmp_path, monkeypatch, capsys):
@@ -115,24 +110,16 @@ def test_a_mistake_is_one_line_with_what_was_seen_and_what_to_write(
     assert not (broken / "it has run").exists()
 
 
-@pytest.mark.parametrize(("code", "says"), [
-    ("REWARD_WEIGHTS = ['answer']", "REWARD_WEIGHTS has to be names with numbers"),
-    ("REWARD_WEIGHTS = {'answer': float('inf')}", "not {'answer': inf}"),
-    ("REWARD_WEIGHTS = {'answer': 1, 'answer_std': 1}", "a metric has the name 'answer_std'"),
-    ("SOLVED = 'form'", "SOLVED='form'"),
-    ("del reward_function", "has to define reward_function"),
-    ("def load(*_):\n    return [{'prompt': 'a'}, {'prompt': None}]", "row 2 is {'prompt': None}"),
-    ("def load(*_):\n    raise ValueError('own.py wants\\nanother file')", "own.py wants another"),
-])
-def test_a_task_without_the_right_names_and_rows_is_one_line(code, says, here, capsys):
-    (here / "own.py").write_text(f"from countdown import *\n{code}\n")
+def test_a_task_that_refuses_its_data_is_one_line(here, capsys):
+    (here / "own.py").write_text(
+        "from countdown import *\ndef load(*_): raise ValueError('own.py wants\\nanother file')\n")
 
     assert start([*TINY, "task.name=own.py", "run.dir=."]) == 2
 
-    assert says in the_only_error(capsys.readouterr().err)
+    assert "own.py wants another file" in the_only_error(capsys.readouterr().err)
 
 
-def test_a_mistake_that_one_rank_meets_ends_all_with_one_line_and_leaves_no_folder(tmp_path):
+def test_a_mistake_that_one_rank_meets_ends_all_with_one_line(tmp_path):
     """Here one rank lacks memory, which is a mistake too, because the user can mend it."""
     (tmp_path / "own.py").write_text(
         "import os\nfrom countdown import *\ndef load(*_):\n"
@@ -143,7 +130,6 @@ def test_a_mistake_that_one_rank_meets_ends_all_with_one_line_and_leaves_no_fold
 
     assert result.codes == [2, 2]
     assert "out of memory in phase read" in the_only_error(result.stderr)
-    assert not (tmp_path / "a").exists()
 
 
 def test_under_torchrun_a_mistake_is_said_once_and_again_in_torchruns_report(tmp_path):
@@ -159,17 +145,14 @@ def test_under_torchrun_a_mistake_is_said_once_and_again_in_torchruns_report(tmp
 
 # ---------------------------------------------------------------- the folder of a run
 
-def test_a_run_that_is_started_again_tells_what_has_changed_since(tmp_path, capsys):
+def test_a_run_that_has_finished_says_so_and_takes_more_steps(tmp_path, capsys):
     settings = [*TINY, f"run.dir={tmp_path}"]
     assert start([*settings, "training.max_steps=1"]) == 0
 
     assert start([*settings, "training.max_steps=1"]) == 0
-    assert "this run has finished before" in capsys.readouterr().out
+    assert "this run has finished" in capsys.readouterr().out
 
     assert start([*settings, "training.max_steps=2", "validation.every=3"]) == 0
-    said = capsys.readouterr().out
-    for change in ("training.max_steps: 1 -> 2", "validation.every: 10 -> 3"):
-        assert f"changed since the checkpoint: {change}\n" in said
     assert [step["step"] for step in training_steps(tmp_path / "a")] == [1, 2]
 
 
@@ -188,7 +171,7 @@ def test_another_experiment_in_the_same_folder_is_refused_with_the_keys_that_dif
 
 
 def test_a_second_run_in_the_same_folder_is_refused_while_the_first_lives(tmp_path, capsys):
-    folder = checkpoints.RunFolder(make_config(run__dir=str(tmp_path), run__name="a"))
+    folder = runs.RunFolder(make_config(run__dir=str(tmp_path), run__name="a"))
     lock = folder.take_lock()
 
     assert start([*TINY, f"run.dir={tmp_path}"]) == 2
@@ -227,7 +210,7 @@ def test_running_out_of_memory_on_one_rank_ends_all_with_the_key_to_lower(tmp_pa
                    "training.tokens_per_micro_batch=100000")  # more than 256 answers have
 
     line = the_only_error(result.stderr)
-    assert "out of memory in phase learn: lower training.tokens_per_micro_batch (100000)" in line
+    assert "out of memory in phase learn: lower training.tokens_per_micro_batch," in line
     assert result.codes[1] == 2
     assert result.codes[0] != 0  # It waits for rank 1. SIGTERM ends it, or an error of gloo.
 
@@ -249,7 +232,7 @@ def test_a_disk_that_takes_no_more_is_one_line_and_the_former_checkpoints_stay(t
 
     assert result.returncode == 2
     assert f"{tmp_path / 'a'} cannot be written to" in the_only_error(result.stderr)
-    saved = sorted(path.name for path in (tmp_path / "a" / "checkpoints").iterdir())
+    saved = sorted(path.name for path in tmp_path.glob("a/checkpoints/step-*"))
     assert saved == ["step-000001", "step-000002"]
     assert outcome(tmp_path / "a")["tensors"] == before["tensors"]
 
@@ -322,29 +305,20 @@ def test_one_rank_that_leaves_takes_all_along_and_what_was_saved_is_kept(
     assert sorted(path.name for path in checkpoints_left) == saved
 
 
-def error_of_grading(parts, kind: type[Exception]) -> Exception:
-    """The error that `grade` raises where the reward function returns these parts."""
+@pytest.mark.parametrize(("parts", "says"), [
+    ({"format": math.nan, "answer": 0}, "reward_function returned nan as format"),
+    ({"format": 0, "answer": -2e9}, "reward_function returned -2000000000.0 as answer"),
+    ({"format": 0.5}, "answer"), ({"format": "a", "answer": 0}, "could not convert"),
+    (1.0, "not subscriptable")], ids=str)
+def test_a_reward_without_a_number_up_to_1e9_for_each_part_is_an_error_with_the_completion(
+        parts, says):
     task = main.load_task(make_config())
     task.reward_function = lambda completion, row: parts
-    with pytest.raises(kind, match="reward_function returned") as raised:
-        main.grade(task, main.Trajectory(main.Question({}, []), [0], "said", False))
-    return raised.value
 
+    with pytest.raises((KeyError, TypeError, ValueError), match=says) as raised:
+        main.grade(task, "said", {})
 
-@pytest.mark.parametrize("parts", [
-    {"format": 0.5}, {"format": math.nan, "answer": 0}, {"format": 1e300, "answer": 0},
-    {"format": "a", "answer": 0}, 1.0], ids=str)
-def test_a_reward_without_a_number_up_to_1e9_for_each_part_is_a_type_error(parts):
-    error = error_of_grading(parts, TypeError)
-    assert "'said'" in error.__notes__[0]
-
-
-@pytest.mark.parametrize("parts", [
-    {"format": -3, "answer": 1.001}, {"format": 0, "answer": -1}], ids=str)
-def test_a_reward_that_says_solved_with_a_number_outside_0_to_1_is_a_value_error(parts):
-    """SOLVED of Countdown is "answer". Other parts may be any number."""
-    error = error_of_grading(parts, ValueError)
-    assert "'said'" in error.__notes__[0]
+    assert "'said'" in raised.value.__notes__[0]
 
 
 # ---------------------------------------------------------------- numbers that are not finite

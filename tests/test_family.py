@@ -24,8 +24,7 @@ from processes import ROOT, ranks
 from torch.nn.utils import parameters_to_vector
 
 import main
-from machinery.launch import end_process
-from machinery.ranks import RANK, WORLD_SIZE, join, leave_group
+from machinery.ranks import RANK, WORLD_SIZE, end_process, join, leave_group
 
 pytestmark = pytest.mark.mathematics
 GRPO = {"training__loss_normalizer": "sequence"}
@@ -93,10 +92,8 @@ def test_with_one_update_a_batch_the_ratio_has_no_effect(name, one_rank):
 
 def test_an_update_that_is_not_finite_is_skipped_and_the_one_before_it_stays(
         one_rank, monkeypatch):
-    model, config = make_model(), learning_config(**TWICE)
-    run = make_policy(model, config)
-    run.model, run.sampler, run.step = model, main.make_sampler(model, config), 1
-    run.optimizer = torch.optim.AdamW(run.policy.parameters(), lr=0.0)
+    model = make_model()
+    run = make_policy(model, learning_config(**TWICE))
     policy_loss, factors, weights = main.policy_loss, [1.0, math.nan], []
 
     def policy_loss_bad_in_the_second_update(*arguments):
@@ -192,7 +189,7 @@ def test_the_kl_penalties_estimate_what_the_page_says():
 def scaled(rewards: list[float], scale: str) -> list[float]:
     question = main.Question({}, [])
     group = [main.Trajectory(question, [0], "", False, reward=reward) for reward in rewards]
-    main.compute_advantages(group, make_config(training__scale_rewards=scale).training, None)
+    main.compute_advantages(group, make_config(training__scale_rewards=scale).training)
     return [answer.advantage for answer in group]
 
 

@@ -1,5 +1,5 @@
-"""Two network namespaces as two machines, one rank each, that meet over the link between them and
-share no folder for their runs."""
+"""Two network namespaces as two machines, one rank each, that meet over the link between them. Only
+the machine of rank 0 has the folder of the run."""
 
 import os
 import shutil
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import SMALL, digest, outcome, uninterrupted, without_files
+from conftest import SMALL, outcome, uninterrupted
 from processes import ROOT
 
 pytestmark = [pytest.mark.soak, pytest.mark.skipif(
@@ -46,11 +46,11 @@ def machines():
 class Machine:
     """torchrun on one machine, writing to a folder of its own, its output to a file."""
 
-    def __init__(self, name, number, run_dir: Path, port: int, log: Path):
+    def __init__(self, name, number, run_dir: Path, log: Path):
         self.log = log
         command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run",
                    "--nnodes=2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d",
-                   f"--rdzv-endpoint=10.199.0.1:{port}", "--rdzv-id=test",
+                   "--rdzv-endpoint=10.199.0.1:29500", "--rdzv-id=test",
                    f"--local-addr=10.199.0.{number}",
                    # torchrun finds this out by host names, of which there are none here.
                    f"--rdzv-conf=is_host={number == 1}",
@@ -80,22 +80,15 @@ class Machine:
 def test_two_machines_train_as_one_and_one_that_is_killed_and_started_again_goes_on(
         machines, tmp_path):
     expected = uninterrupted(2, tmp_path / "whole", *STEPS)
-    first = Machine(machines[0], 1, tmp_path / "disk-1", 29500, tmp_path / "log-1")
-    second = Machine(machines[1], 2, tmp_path / "disk-2", 29500, tmp_path / "log-2")
+    # Of two machines, torchrun gives rank 0 to the one with the lower address.
+    first = Machine(machines[0], 1, tmp_path / "disk-1", tmp_path / "log-1")
+    second = Machine(machines[1], 2, tmp_path / "disk-2", tmp_path / "log-2")
     first.wait_for("step    3 ")
     second.kill()
-    second = Machine(machines[1], 2, tmp_path / "disk-2", 29500, tmp_path / "log-2")
+    second = Machine(machines[1], 2, tmp_path / "disk-2", tmp_path / "log-2")
     first.end()
     second.end()
-    assert "resuming from" in first.log.read_text()
-    assert without_files(outcome(tmp_path / "disk-1" / "a")) == without_files(expected)
 
-    # The machine that has the checkpoints may come up as the second. Then they are read there.
-    shutil.rmtree(tmp_path / "disk-1" / "a" / "checkpoints" / "step-000008")
-    swapped = [Machine(machines[0], 1, tmp_path / "disk-3", 29501, tmp_path / "log-3"),
-               Machine(machines[1], 2, tmp_path / "disk-1", 29501, tmp_path / "log-4")]
-    for machine in swapped:
-        machine.end()
-    assert "step-000007" in swapped[0].log.read_text()
-    tensors = tmp_path / "disk-3" / "a" / "checkpoints" / "step-000008" / "tensors-1.safetensors"
-    assert digest(tensors) == expected["tensors"]
+    assert "resuming from" in first.log.read_text()
+    assert outcome(tmp_path / "disk-1" / "a") == expected
+    assert not (tmp_path / "disk-2").exists()

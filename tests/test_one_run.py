@@ -45,7 +45,8 @@ def write_run(folder, name="a", text="because", kinds=9, questions=5, steps=12, 
                     "completion_length": stream.randrange(1, 99)})
     checkpoint = path / "checkpoints" / f"step-{steps:06d}"
     checkpoint.mkdir(parents=True)
-    (checkpoint / "state.json").write_text(json.dumps({"num_ranks": 2}))
+    experiment = {"training.num_samples_per_step": 16}  # by two ranks
+    (checkpoint / "state.json").write_text(json.dumps({"experiment": experiment}))
     (path / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     for file, records in (("metrics.jsonl", points), ("samples.jsonl", samples)):
         (path / file).write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -42,12 +42,12 @@ VARIANTS = {
 def run_with_answers(folder, **keys):
     """A run, made-up answers of ragged lengths, some truncated, and those that count."""
     run = one_step.prepare(make_config(**{**FEW, **keys, "model__name": str(folder)}))
-    stream, question = random.Random(0), run.training_questions[0]
+    stream, question = random.Random(0), main.make_question(run, run.training_rows[0])
     answers = []
     for i, reward in enumerate(REWARDS):
         ids = [stream.randrange(len(run.tokenizer)) for _ in range(1 + 2 * i)]
         answers.append(main.Trajectory(question, ids, "", i % 3 == 1, {}, reward))
-    return run, answers, main.compute_advantages(answers, run.config.training, stream)
+    return run, answers, main.compute_advantages(answers, run.config.training)
 
 
 def measured_plainly(model, answers, temperature):
@@ -220,7 +220,7 @@ def test_another_task_and_learning_type_are_shown_as_they_are(command):
 
 
 @pytest.mark.parametrize(("words", "says"), [
-    ([*QUICK, "--model", "runs/none"], "model.name='runs/none': there is no such folder"),
+    ([*QUICK, "--model", "runs/none"], "model.name='runs/none' cannot be loaded"),
     ([*QUICK, "--out", "none/x.html"], "--out none/x.html cannot be written"),
     ([*TASK, "--all", "2", "3", "7", "=", "10"], "--all N averages"),
     (["3", "7", "=", "10", *QUICK], "'3 7 = 10' is a question of Countdown"),
@@ -307,7 +307,7 @@ def made_up_page(rewards, words=("went ",) * 5, text="it went") -> str:
     for i, reward in enumerate(rewards):
         ids = list(range(max(1, len(words) - i)))
         answers.append(main.Trajectory(question, ids, text, False, {text: reward}, reward))
-    main.compute_advantages(answers, config.training, random.Random(1))
+    main.compute_advantages(answers, config.training)
     for answer in answers:
         answer.before = -3 * torch.rand(answer.num_tokens)
         answer.before_entropies = torch.rand(answer.num_tokens)
@@ -343,7 +343,7 @@ def check_variants(browser, data, rewards):
             keys = {"training__learning_type": "sil", "training__k_best_of_n": [data["k"], 4]}
         group = [main.Trajectory(None, [0] * answer["length"], "", False, reward=reward)
                  for answer, reward in zip(data["answers"], rewards, strict=True)]
-        counted = main.compute_advantages(group, make_config(**keys).training, random.Random(0))
+        counted = main.compute_advantages(group, make_config(**keys).training)
         num_tokens = sum(answer.num_tokens for answer in counted)
         browser.run("[find('rule').value, find('normalizer').value] = arguments; family()",
                     rule, normalizer)

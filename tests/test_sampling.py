@@ -29,8 +29,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 import main
 from machinery import sampling
-from machinery.prompts import CACHE_ROOM
-from machinery.tasks import Questions, encode_prompt
+from machinery.tasks import check_prompt_lengths, encode_prompt
 
 mathematics = pytest.mark.mathematics
 make_clear_model = functools.partial(make_model, spread=0.25)  # It has clear choices.
@@ -92,14 +91,15 @@ def test_what_is_sampled_depends_on_seed_step_rank_and_phase_alone(monkeypatch):
         found = []
         for phase in (main.training_step, main.evaluate):
             run = SimpleNamespace(config=make_config(**keys), step=step, log=SILENT_LOG,
-                                  training_questions=questions, validation_questions=questions)
+                                  training_rows=rows, validation_rows=rows)
             torch.seed()
             with pytest.raises(InterruptedError):
                 phase(run)
             found.append(torch.initial_seed())
         return found
 
-    questions = [main.Question({}, [number]) for number in range(20)]
+    rows = [{} for _ in range(20)]
+    monkeypatch.setattr(main, "make_question", lambda run, row: main.Question(row, [0]))
     monkeypatch.setattr(main, "sample", end)
     assert seeds(1) == seeds(1)
     different = [*seeds(1), *seeds(2), *seeds(1, training__seed=1)]
@@ -138,7 +138,7 @@ def token_in_some(answers: list[list[int]]) -> int:
 
 
 SLICES = [(name, 5) for name in ARCHITECTURES]
-SLICES.append(("qwen2", CACHE_ROOM + 4))  # more tokens than the cache has room for
+SLICES.append(("qwen2", sampling.CACHE_ROOM + 4))  # more tokens than the cache has room for
 
 
 @mathematics
@@ -243,29 +243,26 @@ def test_the_stop_token_is_learned_and_padding_is_not_where_both_are_one_id(one_
     plain_loss(reference, answers, B=len(answers), L=max_tokens, temperature=1.0).backward()
 
     config = learning_config(training__max_new_gen_tokens=max_tokens, sampling__temperature=1.0)
-    main.policy_gradient(make_policy(model, config), answers)
+    main.learn(make_policy(model, config), answers)
 
     assert relative_error(gradient(model), gradient(reference)) < BOUND[torch.float64]
 
 
 # ---------------------------------------------------------------- prompts
 
-def test_a_prompt_is_encoded_when_it_is_first_asked_for_and_then_kept():
+def test_only_prompts_that_might_be_too_long_are_encoded_when_a_run_starts():
     """Otherwise a run with a large data set would start late."""
     encoded = []
 
-    def encode(row):
-        encoded.append(row["number"])
-        return [row["number"]]
+    def num_tokens(row):
+        encoded.append(row["prompt"][0])
+        return len(row["prompt"]) // 2
 
-    questions = Questions([{"number": number} for number in range(6)], encode)
+    rows = [{"prompt": letter * length} for letter, length in zip("abcd", (40, 190, 250, 200))]
 
-    assert encoded == []
-    assert [question.prompt_ids for question in questions[1::3]] == [[1], [4]]
-    assert questions[4] is questions[4]
-    assert questions[4].row is questions.rows[4]
-    assert encoded == [1, 4]
-    assert [question.row["number"] for question in questions] == [0, 1, 2, 3, 4, 5]
+    check_prompt_lengths(rows, num_tokens, 256, make_config(training__max_new_gen_tokens=20))
+
+    assert encoded == ["a", "c"]  # The first one shows what a template adds.
 
 
 TEMPLATE = ("{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
@@ -295,10 +292,15 @@ def test_the_chat_style_puts_the_same_question_through_the_template_and_opens_th
 def test_the_bar_of_sampling_ends_at_its_total():
     """Also where some answers are truncated, and where they are sampled in several calls."""
     run = sampling_run(make_clear_model(), training__max_new_gen_tokens=3, sampling__max_rows=10)
-    done = []
-    run.log = SimpleNamespace(advance=done.append)
+    totals, done = [], []
+
+    def counter(total):
+        totals.append(total)
+        return done.append
+
+    run.log = SimpleNamespace(counter=counter)
 
     answers = sample_from(run, PROMPTS, 8)
 
     assert {answer.is_truncated for answer in answers} == {False, True}
-    assert sum(done) == len(answers)
+    assert [sum(done)] == totals == [len(answers)]

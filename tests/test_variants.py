@@ -14,10 +14,10 @@ def test_only_advantages_of_one_sign_count(name, sign, monkeypatch):
     plain, changed = make_trajectories(8), make_trajectories(8)
     for i in range(8):
         plain[i].reward = changed[i].reward = i % 3
-    main.compute_advantages(plain, training, None)
+    main.compute_advantages(plain, training)
 
     variants.VARIANTS[name]()
-    answers = main.compute_advantages(changed, training, None)
+    answers = main.compute_advantages(changed, training)
 
     assert answers == changed  # All of them count in the normalizer.
     for before, after in zip(plain, changed):
