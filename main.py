@@ -19,7 +19,8 @@ mean reward is 0.35, so a right answer has the advantage +0.75, and a wrong one 
 has 2 ranks x 8 questions x 8 answers = 128 answers of at most 192 tokens. So the loss has
 -0.75 / (128 x 192) times the log-probability of each token of a right answer, and +0.25 / (128 x
 192) times that of each token of a wrong one. A step down makes right answers more likely. In 60
-steps, two minutes on two CPU cores, right answers to held-out questions go from 40 % to 97 %.
+steps with the learning rate 3e-5, a model of 1.4 million parameters goes from 40 % right answers to
+held-out questions to 97 %, in two minutes on two CPU cores.
 
 This is Dr. GRPO, "GRPO done right" (Liu et al. 2025). It does not divide by the standard deviation
 of the rewards, nor by the length of an answer. The last section, "Variants", holds GRPO as it was
@@ -50,8 +51,9 @@ from machinery.metrics import (NOTHING_LEARNED, StepReport, UpdateStatistics, co
                                evaluation_metrics)
 from machinery.model import (find_stop_ids, load_model, make_reference, make_sampler,
                              refresh_sampler, warm_up)
-from machinery.passes import (HALF_PRECISION, compute_in_chunks, measure_in_batches, output_logits,
-                              pad_right, split_into_micro_batches, store_in_answers)
+from machinery.passes import (HALF_PRECISION, LOGITS_PER_CHUNK, compute_in_chunks,
+                              measure_in_batches, output_logits, pad_right,
+                              split_into_micro_batches, store_in_answers)
 from machinery.prompts import hidden_states
 from machinery.ranks import (RANK, WORLD_SIZE, errors_on_all_ranks, launch, random_seed,
                              shuffled_order, sum_over_ranks)
@@ -94,9 +96,7 @@ class Run:
     """What the functions below share. A checkpoint holds the weights of `model`, the `optimizer`,
     `step`, `best` and `last_evaluation`, which are all that a step changes.
 
-    `model`, `sampler` and `policy` usually share their weights. In mixed precision the sampler is a
-    copy in bfloat16, which differs by rounding. With the key `shard` the sampler is a whole copy,
-    and `Sharded` does for the policy what DistributedDataParallel does otherwise."""
+    By default `model`, `sampler` and `policy` share their weights. `prepare` names exceptions."""
 
     config: Config
     folder: RunFolder
@@ -112,7 +112,7 @@ class Run:
     reference: nn.Module | None   # a `Policy` of the model as it was loaded, for a KL penalty
     optimizer: torch.optim.Optimizer
     step: int                     # the number of the training step, from 1. Before, it is 0.
-    best: tuple[float, float]     # best_of_n and solved of the best evaluation, known to rank 0
+    best: tuple[float, float]     # how good the best model is, see `evaluate_and_keep_best`
     last_evaluation: int | None   # the step after which the model was last evaluated
 
 
@@ -138,8 +138,8 @@ def training_step(run: Run) -> dict[str, float]:
     for group in groups:
         answers += compute_advantages(group, training)
 
-    # 5. Update the weights. (The report is for the log alone. It looks at log-probabilities before
-    # the update and after it, which costs a forward pass in step 1 and with each evaluation.)
+    # 5. Update the weights. (The report is for the log alone. In step 1 it first tests whether the
+    # sampler and the policy agree. Then, as with each evaluation, it sees what the update changed.)
     with run.log.phase("measure"):
         report = StepReport(run.policy.module, run.task, run.config, run.step, groups)
     with run.log.phase("learn"):
@@ -191,8 +191,8 @@ def sample(run: Run, asked: list[Question], group_size: int) -> list[list[Trajec
         eos_token_id=run.stop_ids,
         pad_token_id=run.stop_ids[0],
     )
-    # This calls Hugging Face's `generate` for 16 tokens at a time, so that ended answers can leave.
-    # It returns answers in the order of `prompts`, without padding, with their stop token.
+    # Hugging Face's `generate` for at most `max_rows` answers at once, 16 tokens at a time, so that
+    # ended ones leave. Answers come in the order of `prompts`, not padded, with their stop token.
     completions = generate(
         run.sampler, prompts, settings, config.sampling.max_rows, run.log.counter(len(prompts)))
     groups = []
@@ -280,8 +280,8 @@ def policy_gradient(
     Returns what the update is like. Collective."""
     training = run.config.training
     policy = run.policy
-    policy.train()  # For gradient checkpointing. All dropout is 0. `generate` sets eval mode again.
-    policy.zero_grad(set_to_none=False)  # Gradients stay in DistributedDataParallel's buffers.
+    policy.train()  # For gradient checkpointing. Dropout is 0. `generate` sets eval mode again.
+    policy.zero_grad(set_to_none=False)  # Gradients stay in the buffers that ranks share.
     statistics = UpdateStatistics()
     # Gradients of micro-batches add up on their rank. Each rank shares its sum once, in its last
     # backward pass. For a rank that learns from no answer, `split_into_micro_batches` makes up one
@@ -300,7 +300,7 @@ def policy_gradient(
         statistics.add(loss, entropies, watched)
     max_norm = training.max_grad_norm or math.inf
     grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), max_norm)
-    return statistics.summary(totals["learned"], float(unsharded(grad_norm)))
+    return statistics.summary(num_learned=totals["learned"], grad_norm=float(unsharded(grad_norm)))
 
 
 class Policy(nn.Module):
@@ -312,6 +312,7 @@ class Policy(nn.Module):
         self.model = model
         self.temperature = config.sampling.temperature
         self.use_autocast = config.model.precision == "mixed"
+        self.chunk_size = LOGITS_PER_CHUNK // model.config.get_text_config().vocab_size
 
     def forward(self, answers: list[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns two tensors of shape (tokens,), one answer after the other: the log-probability
@@ -321,17 +322,18 @@ class Policy(nn.Module):
         #     inputs        p2 a0 a1
         #     ids           a0 a1 a2    Each is predicted at the input above it.
         # For one answer alone this is model(prompt + answer).logits[len(prompt) - 1:-1].
-        # Padding of answers is on the right, where no token of a causal model looks at it.
+        # Answers are padded on the right, where no token of a causal model looks at padding.
         ids, is_token = pad_right([answer.completion_ids for answer in answers], self.model.device)
         last_of_prompt = ids.new_tensor([answer.prompt_ids[-1:] for answer in answers])
         inputs = torch.cat([last_of_prompt, ids[:, :-1]], 1)  # as ids: (answers, longest answer)
         prefixes = [answer.prompt_ids[:-1] for answer in answers]
         with torch.autocast(self.model.device.type, HALF_PRECISION, enabled=self.use_autocast):
-            # The states of the inputs where `is_token`, in the order of ids[is_token]. A prefix is
-            # read once for all of its answers. Models that cannot do that read it for each answer.
+            # One state for each of ids[is_token], that of the input which predicts it. Equal
+            # prefixes are read once for all of their answers, by models that can do that.
             states = hidden_states(self.model, prefixes, inputs, is_token)  # (tokens, width)
             # Logits are large, so they are computed in chunks, and again in the backward pass.
-            return compute_in_chunks(self.log_probs_of_chunk, states, ids[is_token], self.model)
+            return compute_in_chunks(
+                self.log_probs_of_chunk, states, ids[is_token], self.chunk_size)
 
     def log_probs_of_chunk(
         self, states: torch.Tensor, tokens: torch.Tensor
@@ -351,7 +353,7 @@ def policy_loss(
     totals: dict[str, float],       # answers of the step and their tokens, of all ranks
     training: TrainingSettings,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Returns this micro-batch's part of the loss, and what variants tell of it. Dr. GRPO's loss is
+    """Returns this micro-batch's part of the loss, and sums that variants log. Dr. GRPO's loss is
 
         - sum over answers, sum over their tokens: advantage * token_log_prob / normalizer
         with normalizer = num_answers * max_new_gen_tokens
@@ -360,11 +362,11 @@ def policy_loss(
     mean is the mean of reward * gradient of log_prob(answer) (REINFORCE, Williams 1992), where
     log_prob(answer) is the sum over its tokens. So a step down the loss is a step up this mean.
 
-    Why the advantage and not the reward? The gradient of log_prob(answer) is 0 on average, because
-    all probabilities sum to 1. So a number that does not depend on the answer may be subtracted
-    from its reward. The mean reward of the others takes away noise. Without it, a right answer
-    would push as hard when seven of eight are right as when it is the only one. (That our mean
-    includes the answer itself only scales the gradient, by 1 - 1 / group_size.)
+    Why the advantage and not the reward? The gradient of log_prob(answer) is 0 on average: the sum
+    of p * grad log p is that of grad p, and all p sum to 1. So a number that does not depend on the
+    answer may be subtracted from its reward. The mean reward of the others takes away noise.
+    Without it, a right answer would push as hard when seven of eight are right as when it is the
+    only one. (That our mean includes the answer itself scales the gradient by 1 - 1 / group_size.)
 
     Why not the ratio of PPO? It corrects for a policy that has changed since it sampled. With one
     update for each batch it has not. The ratio is 1, and its gradient is that of log_prob.
@@ -439,7 +441,7 @@ def train(run: Run) -> None:
     was saved, and repeats what came after it. Collective."""
     training = run.config.training
     is_new = run.last_evaluation is None  # There was no checkpoint.
-    is_over = run.step >= training.max_steps  # You may have lowered max_steps.
+    is_over = run.step >= training.max_steps  # Someone may have lowered it to this step.
     if is_new or (is_over and run.last_evaluation != run.step):
         evaluate_and_keep_best(run)
     num_skipped = 0  # steps in a row with a gradient that is not finite
@@ -461,12 +463,13 @@ def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
         model, tokenizer = load_model(config)
         stop_ids = find_stop_ids(model, tokenizer)
         training_rows, validation_rows = load_questions(task, model, tokenizer, config)
+        # In mixed precision the sampler is a copy in bfloat16, which differs by rounding.
         sampler = make_sampler(model, config)
         reference = Policy(make_reference(model, config), config) if training.kl_beta else None
     with log.phase("prepare"):
         policy = Policy(model, config)
-        if training.shard:
-            policy = Sharded(policy)  # Each rank keeps a part of every weight of `model`.
+        if training.shard:  # A rank keeps a part of each weight. The sampler is a whole copy.
+            policy = Sharded(policy)
         else:
             policy = DistributedDataParallel(policy, gradient_as_bucket_view=True)
         optimizer = torch.optim.AdamW(  # `learn` sets the learning rate of each step.
@@ -495,9 +498,8 @@ def main(arguments: list[str]) -> None:
 
 
 # ---------------------------------------------------------------- Variants
-# What other papers do differently. With the settings of config.yaml, none of it changes anything.
-# Keys are those of `training`. Tensors are (tokens,).
-#
+# What other papers do. With the settings of config.yaml, none of it changes anything. Its keys are
+# those of `training`. Tensors are (tokens,).
 # GRPO as published (Shao et al. 2024) has this loss for the G answers to one question:
 #
 #     - 1/G * sum over answers, 1/length * sum over tokens:
@@ -513,7 +515,7 @@ def imitate_best(group: list[Trajectory], training: TrainingSettings) -> list[Tr
 
     The model imitates the k best of n answers, and learns from nothing else. Each has the advantage
     1, or 0 if its reward is not above 0. Of equal ones the first count: all were sampled alike."""
-    k = training.k_best_of_n[0]  # The other number is `group_size`.
+    k = training.k_best_of_n[0]  # It is [k, group_size].
     ranked = sorted(group, key=lambda answer: answer.reward, reverse=True)
     for answer in ranked[:k]:
         answer.advantage = 1.0 if answer.reward > 0 else 0.0
@@ -558,7 +560,7 @@ def variant_loss(
         if training.clip:
             watched["clipped"] = is_clipped.sum()
     if training.kl_beta:
-        kl = kl_in_loss(token_log_probs, batch)  # With `kl_in: reward` only for metrics.
+        kl = kl_in_loss(token_log_probs, batch)  # If kl_in is `reward`, it is only logged.
         watched["kl"] = kl.sum()
         if training.kl_in == "loss":
             objective = objective - training.kl_beta * kl
@@ -602,7 +604,8 @@ def ratio_objective(
         # CISPO (MiniMax 2025): the ratio is a constant weight, with an upper bound alone.
         weight = ratio.detach().clamp(max=1 + high)
         return weight * advantages * token_log_probs, ratio > 1 + high
-    unclipped = ratio * advantages  # PPO
+    # PPO: for A > 0 there is no gain above 1 + high, and for A < 0 none below 1 - low.
+    unclipped = ratio * advantages
     objective = torch.minimum(unclipped, ratio.clamp(1 - low, 1 + high) * advantages)
     return objective, objective < unclipped
 
@@ -617,7 +620,7 @@ def kl_in_reward(token_log_probs: torch.Tensor, batch: list[Trajectory]) -> torc
     """KL penalty as a part of each token's reward. Keys: `kl_beta`, `kl_in: reward`.
 
     It keeps the policy near the model as it was loaded. Detached, it is subtracted from the
-    advantage. With learning_type=grpo and one update, the gradient is on average that of
+    advantage. With one update, and without the selection of sil, the gradient is on average that of
     KL(policy || reference), token by token."""
     reference_log_probs = torch.cat([answer.reference_log_probs for answer in batch])
     return (token_log_probs - reference_log_probs).detach()
@@ -626,8 +629,8 @@ def kl_in_reward(token_log_probs: torch.Tensor, batch: list[Trajectory]) -> torc
 def kl_in_loss(token_log_probs: torch.Tensor, batch: list[Trajectory]) -> torch.Tensor:
     """KL penalty as GRPO was published. Keys: `kl_beta`, `kl_in: loss`.
 
-    Its value is q - 1 - log q, with the q of above. It estimates KL(policy || reference) and is
-    never negative. But its gradient is on average that of KL(reference || policy)."""
+    Its value is q - 1 - log q, with q = reference / policy. It estimates KL(policy || reference)
+    and is never negative. But its gradient is on average that of KL(reference || policy)."""
     reference_log_probs = torch.cat([answer.reference_log_probs for answer in batch])
     log_q = reference_log_probs - token_log_probs
     return torch.expm1(log_q) - log_q

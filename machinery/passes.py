@@ -98,13 +98,12 @@ def compute_in_chunks(
     function: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
     states: torch.Tensor,  # (tokens, width)
     tokens: torch.Tensor,  # (tokens,)
-    model: Any,
+    chunk_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns what `function` makes of all states and tokens, two tensors of shape (tokens,).
 
     The logits of all tokens would be by far the largest tensor. So they are computed for a chunk
     of tokens at a time, and once more in the backward pass."""
-    chunk_size = max(1, LOGITS_PER_CHUNK // model.config.get_text_config().vocab_size)
     log_probs = []
     entropies = []
     chunks = zip(states.split(chunk_size), tokens.split(chunk_size), strict=True)
