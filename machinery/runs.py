@@ -237,7 +237,7 @@ def checksum(model: nn.Module, sampler: nn.Module) -> int:
 
 
 def refuse_other_experiment(checkpoint: Checkpoint, config: Config) -> None:
-    then = checkpoint.state["experiment"]
+    then = checkpoint.state.get("experiment", {})  # Another version of this program has none.
     now = experiment(config)
     changes = []
     for key in sorted(then.keys() | now.keys()):

@@ -18,8 +18,6 @@ from machinery.ranks import WORLD_SIZE
 from machinery.settings import MOST, ROOT, Config, beside_main
 
 SECONDS_FOR_A_REWARD = 60
-
-
 Task = SimpleNamespace  # It has the names that the head of countdown.py explains.
 
 
