@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import gpu
 import psutil
@@ -28,7 +29,15 @@ if name == "kills itself":
 
 
 def has_ended(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    """A process that is killed takes a moment to end."""
+    for _ in range(50):
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.1)
+    return False
 
 
 @pytest.mark.parametrize("name", ["raises", "hangs", "kills itself", "is well"])
