@@ -193,7 +193,8 @@ class Logger:
         folder = self.path / "best"
         if summary["best"]["step"] == 0 < summary["steps"]:
             print("no evaluation was better than the one before training")
-        print(f"the best model, of step {summary['best']['step']}, is in {folder}")
+        where = f"is in {folder}" if folder.exists() else "is missing"
+        print(f"the best model, of step {summary['best']['step']}, {where}")
         look = [sys.executable, str(ROOT / "examples/one_run.py"), str(self.path)]
         print(f"look at it: {shlex.join(look)}")
         if self.config.task.name == "countdown":
@@ -206,13 +207,11 @@ class Logger:
             print(json.dumps(summary))
 
     def _summary(self) -> dict[str, Any]:
-        evaluations = {entry["step"]: entry for entry in self.history if "eval/solved" in entry}
-        [best_step] = re.findall(r"best-(\d+)", (self.path / "best").resolve().name)
-        last = self.history[-1]
-        return {"run": self.path.name, "folder": str(self.path), "steps": last["step"],
+        evaluations = [entry for entry in self.history if "eval/solved" in entry]
+        best = max(evaluations, key=lambda entry: (entry["eval/best_of_n"], entry["eval/solved"]))
+        return {"run": self.path.name, "folder": str(self.path), "steps": self.history[-1]["step"],
                 "seconds": round(self.folder.seconds(), 1),
-                "first": self.history[0], "last": last,
-                "best": evaluations[int(best_step)]}
+                "first": evaluations[0], "last": evaluations[-1], "best": best}
 
     def _draw_curves(self) -> None:
         from matplotlib.figure import Figure  # Importing it takes a second.

@@ -112,6 +112,9 @@ class RunFolder:
             sizes = self.checkpoint.state["bytes"]
         for name in GROWING_FILES:
             with open(self.path / name, "ab") as file:
+                if file.tell() < sizes[name]:
+                    raise UserError(f"{file.name} has lost a part of what was in it when the "
+                                    "checkpoint was saved: set run.name to begin anew")
                 file.truncate(sizes[name])
 
     def sync_growing_files(self) -> dict[str, int]:

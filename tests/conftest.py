@@ -346,10 +346,6 @@ def outcome(folder: Path) -> dict:
             "files": sorted(path.name for path in files)}
 
 
-def without_files(outcome: dict) -> dict:
-    return {**outcome, "files": None}
-
-
 def without_times(entry: dict) -> dict:
     return {key: value for key, value in entry.items() if key not in TIMES}
 

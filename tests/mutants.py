@@ -68,7 +68,7 @@ MUTANTS = [
     Mutant("no temperature in the loss", "main.py",
            "(logits / self.temperature).log_softmax(-1)", "logits.log_softmax(-1)", LEARNING),
     Mutant("tokens shifted by one", "main.py",
-           "ids[is_token], self.model)", "ids.roll(1, 1)[is_token], self.model)", LEARNING),
+           "states, ids[is_token],", "states, ids.roll(1, 1)[is_token],", LEARNING),
     Mutant("inputs not shifted by one", "main.py",
            "inputs = torch.cat([last_of_prompt, ids[:, :-1]], 1)", "inputs = ids", LEARNING),
     Mutant("padding learned in place of tokens", "machinery/passes.py",

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import DynamicLayer
 
 import main
-from machinery import passes, prompts, sampling
+from machinery import prompts, sampling
 from machinery.sampling import CACHE_ROOM, RoomyLayer
 
 
@@ -87,7 +87,7 @@ class LargestTensor(TorchDispatchMode):
 def test_logits_for_all_tokens_never_exist_together(one_rank, monkeypatch):
     vocabulary = 5000
     chunk = vocabulary * 40
-    monkeypatch.setattr(passes, "LOGITS_PER_CHUNK", chunk)
+    monkeypatch.setattr(main, "LOGITS_PER_CHUNK", chunk)
     answers = make_trajectories(32, longest=60)
     assert sum(answer.num_tokens for answer in answers) * vocabulary > 10 * chunk
     model = make_model(vocab_size=vocabulary)

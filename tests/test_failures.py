@@ -56,20 +56,17 @@ def the_only_error(said: str) -> str:
 
 # ---------------------------------------------------------------- mistakes
 
-def change_json(path: Path, **changes) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory):
     """A folder with models that cannot be used, and a file that is in the way."""
     folder = tmp_path_factory.mktemp("broken")
-    for name in ("no eos", "no template", "own code"):
+    for name in ("no template", "own code"):
         shutil.copytree(TINY_MODEL, folder / name)
-    change_json(folder / "no eos" / "tokenizer_config.json", eos_token=None)
     (folder / "no template" / "chat_template.jinja").unlink()
-    change_json(folder / "own code" / "config.json", model_type="mine",
-                auto_map={"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"})
+    config = json.loads((folder / "own code" / "config.json").read_text())
+    config |= {"model_type": "mine",
+               "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}}
+    (folder / "own code" / "config.json").write_text(json.dumps(config))
     (folder / "own code" / "mine.py").write_text(
         f"open({str(folder / 'it has run')!r}, 'w')\nclass Config: pass\nclass Model: pass\n")
 
@@ -87,7 +84,6 @@ def broken(tmp_path_factory):
     (["model.lora_rank=4", "model.lora_targets=[q]"], ["cannot be trained", "lora_targets=['q']"]),
     (["model.name=someone/model"], ["model.name='someone/model'", "hub id within reach"]),
     (["model.name=own code"], ["model.name='own code'", "cannot be loaded"]),
-    (["model.name=no eos"], ["model.name='no eos'", "end-of-text"]),
     (["model.name=no numbers"], ["LlamaForCausalLM cannot be trained here", "nan in the mean"]),
     (["model.name=no template", "data.prompt_style=chat"],
      ["data.prompt_style", "chat template", "write base"]),

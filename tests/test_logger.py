@@ -232,7 +232,7 @@ def test_an_evaluation_is_a_line_and_some_answers_and_all_answers_are_kept(
 
     said = capsys.readouterr().out
     assert "evaluation at step 0:  solved 0.500 (0.400–0.700)  best of 4 0.750  length 31" in said
-    assert "as the model sees it:" in said and "What is 0?" in said
+    assert "a question:\n  What is 0?\n" in said
     assert "-> reward 0.50 (format 1.00, answer 0.00)" in said
     samples = read_jsonl(log.path / "samples.jsonl")
     assert [sample["question"] for sample in samples] == [0, 0, 1, 1]

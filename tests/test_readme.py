@@ -25,12 +25,10 @@ SOURCES = "\n".join(
                                      "examples/*.py", "recipes/*", "bench/*.py", ".ci/*")
     for path in ROOT.glob(pattern))
 # What a run leaves, names of other projects and tools, and words of shells and mathematics.
-ELSEWHERE = {"runs/<name>/", "checkpoints/step-NNNNNN/", "best/", "tokenizers", "no_sync", "uv",
-             "mine.jsonl", "terse.py", "spawn", "forkserver", "my.yaml", "mytask.py", "exercise/",
-             "exercise/main.py",
-             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
-             "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "sqlite:///mlflow.db", "from_pretrained",
-             "can_use_mem_efficient_attention", "sdp_utils.cpp", "grouped_mm"}
+ELSEWHERE = {"runs/<name>/", "checkpoints/step-NNNNNN/", "best/", "tokenizers", "no_sync",
+             "mine.jsonl", "spawn", "forkserver", "mytask.py", "GLOO_SOCKET_IFNAME",
+             "NCCL_SOCKET_IFNAME", "can_use_mem_efficient_attention", "sdp_utils.cpp",
+             "grouped_mm"}
 
 
 def bash_of(page: str) -> list[str]:
