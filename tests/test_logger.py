@@ -241,14 +241,13 @@ def test_an_evaluation_is_a_line_and_some_answers_and_all_answers_are_kept(
         "reward": 1.5, "format": 1.0, "answer": 1.0, "truncated": True, "completion_length": 3}
 
 
-@pytest.mark.parametrize(("best_step", "solved"), [(0, 0.25), (2, 0.5)])
+@pytest.mark.parametrize(("at_step_2", "best_step"), [(0.25, 0), (0.5, 2)])
 def test_the_summary_tells_the_first_the_last_and_the_best_evaluation(
-        best_step, solved, tmp_path, capsys):
+        at_step_2, best_step, tmp_path, capsys):
     log = make_logger(tmp_path, capsys)
     log.history = [evaluation(0, 0.25), {"step": 1, **STEP}, {"step": 2, **STEP},
-                   evaluation(2, 0.5), {"step": 3, **STEP}, evaluation(3, 0.375)]
-    (log.path / f"best-{best_step:06d}").mkdir()
-    (log.path / "best").symlink_to(f"best-{best_step:06d}")
+                   evaluation(2, at_step_2), {"step": 3, **STEP}, evaluation(3, 0.125)]
+    (log.path / "best").mkdir()
 
     log.finish()
 
@@ -257,9 +256,9 @@ def test_the_summary_tells_the_first_the_last_and_the_best_evaluation(
     assert summary == json.loads((log.path / "summary.json").read_text())
     assert summary["steps"] == 3 and summary["run"] == "a"
     assert summary["first"] == log.history[0] and summary["last"] == log.history[-1]
-    assert summary["best"] == evaluation(best_step, solved)
+    assert summary["best"] == evaluation(best_step, max(0.25, at_step_2))
     said = " ".join(lines)
-    for gain in ("solved 0.250 -> 0.375", "reward 0.750 -> 0.875", "best of 4 0.500 -> 0.625"):
+    for gain in ("solved 0.250 -> 0.125", "reward 0.750 -> 0.625", "best of 4 0.500 -> 0.375"):
         assert gain in said
     assert ("no evaluation was better" in said) == (best_step == 0)
     assert f"the best model, of step {best_step}, is in {log.path}/best" in said
