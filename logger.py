@@ -290,16 +290,15 @@ class Logger:
 
 def step_line(step: int, metrics: dict[str, float | None]) -> str:
     """Returns what matters most of a step, in 79 columns. metrics.jsonl has the rest."""
-    note = ""
-    if not metrics["updated"]:
-        note = "  nothing to learn from"
+    note = f"no signal {metrics['groups_without_signal']:.2f}"
     if metrics["non_finite"]:
-        note = "  skipped: the gradient is not finite"
+        note = "skipped: not finite"
+    elif not metrics["updated"]:
+        note = "nothing to learn from"
     seconds = sum(metrics[name] for name in metrics if name.startswith("seconds/"))
     return (
         f"step {step:>4}  reward {metrics['reward']:.3f}  solved {metrics['solved']:.3f}  "
-        f"length {metrics['completion_length']:3.0f}  {seconds:4.1f} s  "
-        f"no signal {metrics['groups_without_signal']:.2f}{note}")
+        f"length {metrics['completion_length']:3.0f}  {seconds:4.1f} s  {note}")
 
 
 def evaluation_line(step: int, best_of_n: int, metrics: dict[str, float]) -> str:

@@ -122,7 +122,7 @@ def find_stop_ids(model: Any, tokenizer: Any) -> list[int]:
             stop_ids.update(eos)
         elif eos is not None:
             stop_ids.add(eos)
-    return sorted(stop_ids)
+    return sorted(stop_ids - {None})
 
 
 # ---------------------------------------------------------------- LoRA

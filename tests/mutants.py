@@ -261,7 +261,7 @@ MUTANTS = [
            "raise SharedError(message) from cause", "raise UserError(message) from cause",
            FAILURES),
     Mutant("a summary with the last evaluation for the best", "logger.py",
-           "evaluations[int(best_step)]", "last", SUMMARY),
+           '"best": best}', '"best": evaluations[-1]}', SUMMARY),
     Mutant("samples of one question for those of all", "logger.py",
            '"question": i,', '"question": 0,', RUN),
     Mutant("a failed run that MLflow shows as finished", "logger.py",

@@ -201,9 +201,9 @@ def evaluation(step: int, solved: float) -> dict:
 
 
 @pytest.mark.parametrize(("more", "says"), [
-    ({}, ""),
-    (NO_UPDATE, "  nothing to learn from"),
-    (NO_UPDATE | {"non_finite": 1}, "  skipped: the gradient is not finite")])
+    ({}, "no signal 0.50"),
+    (NO_UPDATE, "nothing to learn from"),
+    (NO_UPDATE | {"non_finite": 1}, "skipped: not finite")])
 def test_a_step_is_one_line_on_the_console_and_one_in_the_log(
         more, says, tmp_path, capsys):
     log = make_logger(tmp_path, capsys)
@@ -211,7 +211,7 @@ def test_a_step_is_one_line_on_the_console_and_one_in_the_log(
     log.step(7, STEP | more)
 
     assert capsys.readouterr().out == (
-        "step    7  reward 0.250  solved 0.125  length  31   2.5 s  no signal 0.50" + says + "\n")
+        f"step    7  reward 0.250  solved 0.125  length  31   2.5 s  {says}\n")
     assert read_jsonl(log.path / "metrics.jsonl") == [{"step": 7, **STEP, **more}]
 
 
