@@ -78,8 +78,8 @@ class Trajectory:
     reward_parts: dict[str, float] = field(default_factory=dict)
     reward: float = 0.0
     advantage: float = 0.0
-    old_log_probs: torch.Tensor | None = None        # (tokens,) before the step's first update
-    new_log_probs: torch.Tensor | None = None        # (tokens,) after its last, by StepReport
+    old_log_probs: torch.Tensor | None = None        # (tokens,) before the first update on it
+    new_log_probs: torch.Tensor | None = None        # (tokens,) after the last, by StepReport
     reference_log_probs: torch.Tensor | None = None  # (tokens,) of the model as it was loaded
 
     @property
@@ -138,13 +138,12 @@ def training_step(run: Run) -> dict[str, float]:
     for group in groups:
         answers += compute_advantages(group, training)
 
-    # 5. Update the weights. (The report is only for the log. In step 1 it tests whether sampler and
-    # policy agree. In step 1 and in evaluated steps it measures what the update has changed.)
-    with run.log.phase("measure"):
+    # 5. Update the weights. (The report is only for the log.)
+    with run.log.phase("measure"):  # Before the update. In step 1, do sampler and policy agree?
         report = StepReport(run.policy.module, run.task, run.config, run.step, groups)
     with run.log.phase("learn"):
         updates = learn(run, answers)
-    with run.log.phase("measure"):
+    with run.log.phase("measure"):  # After it. In step 1 and with evaluations, what has changed?
         metrics = report.metrics(answers, updates, run.log.seconds)
     run.log.step(run.step, {**metrics, "learning_rate": learning_rate_at(run.step, training)})
 
@@ -159,13 +158,13 @@ def training_step(run: Run) -> dict[str, float]:
 def questions(run: Run) -> list[Question]:
     """Returns the questions of a step for this rank. All ranks together take the next ones in
     shuffled order. So two ranks with 8 questions each take the same as one rank with 16."""
-    num_per_rank = run.config.training.num_samples_per_step  # It counts questions, not answers.
+    num_per_rank = run.config.training.num_samples_per_step  # questions of a rank, not answers
     num_rows = len(run.training_rows)
     first = ((run.step - 1) * WORLD_SIZE + RANK) * num_per_rank
     questions_of_step = []
     for position in range(first, first + num_per_rank):
         epoch, offset = divmod(position, num_rows)
-        order = shuffled_order(num_rows, run.config.training.seed, epoch)
+        order = shuffled_order(num_rows, run.config.training.seed, epoch)  # made once an epoch
         questions_of_step.append(make_question(run, run.training_rows[order[offset]]))
     return questions_of_step
 
@@ -191,8 +190,8 @@ def sample(run: Run, asked: list[Question], group_size: int) -> list[list[Trajec
         eos_token_id=run.stop_ids,
         pad_token_id=run.stop_ids[0],
     )
-    # Hugging Face's `generate`, in rounds of 16 tokens, after which ended answers leave the batch.
-    # They come in the order of `prompts`, without padding, with their stop token.
+    # Hugging Face's `generate`, for `max_rows` answers at once. After each 16 tokens the ended ones
+    # leave. All answers come in the order of `prompts`, without padding, with their stop token.
     completions = generate(
         run.sampler, prompts, settings, config.sampling.max_rows, run.log.counter(len(prompts)))
     groups = []
@@ -260,9 +259,9 @@ def learn(run: Run, answers: list[Trajectory]) -> list[dict[str, float]]:
     updates = []
     for _ in range(training.updates_per_batch):
         update = policy_gradient(run, learned, totals)
-        updates.append(update)
+        updates.append({**update, "learned": totals["learned"]})
         if update["non_finite"]:
-            break  # The loss or the gradient is inf or nan. The weights stay as they are.
+            break  # Loss or gradient is inf or nan, for all ranks alike. The weights stay.
         run.optimizer.step()
     refresh_sampler(run.sampler, run.model)  # if it is a copy, see `prepare`
     return updates
@@ -281,11 +280,12 @@ def policy_gradient(
     training = run.config.training
     policy = run.policy
     policy.train()  # For gradient checkpointing. Dropout is 0. `generate` sets eval mode again.
-    policy.zero_grad(set_to_none=False)  # They are views of DistributedDataParallel's buffers.
+    policy.zero_grad(set_to_none=False)  # Gradients are views of DistributedDataParallel's buffers.
     statistics = UpdateStatistics()
     # Gradients of micro-batches add up on their rank. Each rank shares its sum once, in its last
     # backward pass. If a rank has nothing to learn, `split_into_micro_batches` makes up an answer
-    # without tokens, so that it can take part. Its loss is an empty sum, with the gradient 0.
+    # without tokens, so that it can take part. Its loss is an empty sum, with the gradient 0. (With
+    # Sharded all passes are shared. Its `no_sync` does nothing, and all ranks make equally many.)
     micro_batches = split_into_micro_batches(learned, training)
     for batch in run.log.progress(micro_batches):
         is_last = batch is micro_batches[-1]
@@ -300,7 +300,7 @@ def policy_gradient(
         statistics.add(loss, entropies, watched)
     max_norm = training.max_grad_norm or math.inf
     grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), max_norm)
-    return statistics.summary(num_learned=totals["learned"], grad_norm=float(unsharded(grad_norm)))
+    return statistics.summary(float(unsharded(grad_norm)))
 
 
 class Policy(nn.Module):
@@ -322,14 +322,14 @@ class Policy(nn.Module):
         #     inputs        p2 a0 a1
         #     ids           a0 a1 a2    Each is predicted at the input above it.
         # For one answer alone this is model(prompt + answer).logits[len(prompt) - 1:-1].
-        # Answers are padded on the right, where no token of a causal model looks at padding.
+        # Padding is on the right, where no token of a causal model looks. One column is the least.
         ids, is_token = pad_right([answer.completion_ids for answer in answers], self.model.device)
         last_of_prompt = ids.new_tensor([answer.prompt_ids[-1:] for answer in answers])
         inputs = torch.cat([last_of_prompt, ids[:, :-1]], 1)  # as ids: (answers, longest answer)
         prefixes = [answer.prompt_ids[:-1] for answer in answers]
         with torch.autocast(self.model.device.type, HALF_PRECISION, enabled=self.use_autocast):
-            # The state at inputs[i, j] predicts ids[i, j]. These are the states where `is_token`,
-            # row after row. A prefix is read once for all of its answers, if the model can do that.
+            # The state at inputs[i, j] predicts ids[i, j]. We get those where is_token[i, j], row
+            # after row. Equal prefixes are computed once, with gradient, if the model can do that.
             states = hidden_states(self.model, prefixes, inputs, is_token)  # (tokens, width)
             # Logits are large, so they are computed in chunks, and again in the backward pass.
             return compute_in_chunks(
@@ -358,15 +358,15 @@ def policy_loss(
         - sum over answers, sum over their tokens: advantage * token_log_prob / normalizer
         with normalizer = num_answers * max_new_gen_tokens
 
-    Why? We want a higher mean reward of answers that the model samples itself. The gradient of this
-    mean is the mean of reward * gradient of log_prob(answer) (REINFORCE, Williams 1992), where
-    log_prob(answer) is the sum over its tokens. So a step down the loss is a step up this mean.
+    Why? We want a higher mean reward of answers that the model samples itself. As grad p = p * grad
+    log p, the gradient of this mean is the mean of reward * grad log p(answer) (REINFORCE, Williams
+    1992). log p(answer) is the sum over its tokens. So a step down the loss raises the mean reward.
 
-    Why the advantage and not the reward? The gradient of log_prob(answer) is 0 on average: the sum
-    of p * grad log p is that of grad p, and all p sum to 1. So a number that does not depend on the
-    answer may be subtracted from its reward. The mean reward of the others takes away noise.
-    Without it, a right answer would push as hard when seven of eight are right as when it is the
-    only one. (Ours includes the answer: reward - mean = (1 - 1/G) * (reward - mean of others).)
+    Why the advantage and not the reward? On average grad log p(answer) is 0: sum p * grad log p =
+    sum grad p = grad 1 = 0. So a number that does not depend on the answer may be subtracted from
+    its reward. The mean reward of the others takes away noise. Without it, a right answer would
+    push as hard when seven of eight are right as when it is the only one. (Our mean includes the
+    answer itself: reward - mean = (1 - 1/G) * (reward - mean of the others).)
 
     Why not the ratio of PPO? It corrects for a policy that has changed since it sampled. With one
     update for each batch it has not. The ratio is 1, and its gradient is that of log_prob.
@@ -418,13 +418,13 @@ def evaluate(run: Run) -> list[list[Trajectory]] | None:
 def evaluate_and_keep_best(run: Run) -> None:
     """Evaluates the model, and saves it if it is the best so far. Collective.
 
-    "eval/solved" is the share of all answers that solve their question. "eval/best_of_n" is the
-    share of questions that are solved by the answer with the highest reward of n. The best model
-    has the highest best_of_n, and among equals the highest solved."""
+    "eval/solved" is the share of answers that are right. "eval/best_of_n" is the share of questions
+    whose answer with the highest reward is right. The best model has the highest best_of_n, and
+    among equals the highest solved."""
     groups = evaluate(run)
     run.last_evaluation = run.step
     if groups is None:
-        return  # Rank 0 does the rest. It saves the sampler, which is never sharded.
+        return  # Rank 0 alone does the rest. It saves the sampler, which is never sharded.
     metrics = evaluation_metrics(groups, run.task)
     run.log.evaluation(run.step, metrics, groups)
     quality = (metrics["eval/best_of_n"], metrics["eval/solved"])
@@ -441,7 +441,7 @@ def train(run: Run) -> None:
     was saved, and repeats what came after it. Collective."""
     training = run.config.training
     is_new = run.last_evaluation is None  # There was no checkpoint.
-    is_over = run.step >= training.max_steps  # It may have been lowered to a step not evaluated.
+    is_over = run.step >= training.max_steps  # A run that resumes may be over.
     if is_new or (is_over and run.last_evaluation != run.step):
         evaluate_and_keep_best(run)
     num_skipped = 0  # steps in a row with a gradient that is not finite
@@ -452,7 +452,7 @@ def train(run: Run) -> None:
             with run.log.phase("save"):
                 check_weights(run.model, run.sampler, run.step)  # It ends the run if ranks differ.
                 run.folder.save(run.model, run.optimizer, step=run.step, best=run.best,
-                                last_evaluation=run.last_evaluation)
+                                last_evaluation=run.last_evaluation)  # Rank 0 writes it.
 
 
 def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
@@ -475,9 +475,9 @@ def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
         optimizer = torch.optim.AdamW(  # `learn` sets the learning rate of each step.
             policy.parameters(), lr=0.0, betas=training.adam_betas,
             weight_decay=training.weight_decay, fused=True)
-        warm_up(policy, optimizer)  # It makes an optimizer state of zeros, for `restore` to fill.
-        # It ends the run if policy or sampler computes anything else than the model by itself.
+        warm_up(policy, optimizer)  # Now the optimizer has its state, all 0, for `restore` to fill.
         any_prompt = encode_prompt(training_rows[0], task, tokenizer, config)
+        # The run ends here if policy or sampler computes anything else than the model by itself.
         check_model(policy, sampler, any_prompt, stop_ids[0], config)
         restored = folder.restore(model, optimizer)  # step, best and last_evaluation
         refresh_sampler(sampler, model)
@@ -498,12 +498,12 @@ def main(arguments: list[str]) -> None:
 
 
 # ---------------------------------------------------------------- Variants
-# What other papers do. With the settings of config.yaml, none of it changes anything. Its keys are
+# What other papers do. With the settings of config.yaml, none of it changes anything. All keys are
 # those of `training`. Tensors are (tokens,).
 # GRPO as published (Shao et al. 2024) has this loss for the G answers to one question:
 #
 #     - 1/G * sum over answers, 1/length * sum over tokens:
-#           min(ratio * A, clip(ratio, 1 - 0.2, 1 + 0.2) * A) - beta * (q - 1 - log q)
+#           [min(ratio * A, clip(ratio, 1 - 0.2, 1 + 0.2) * A) - beta * (q - 1 - log q)]
 #     A     = (reward - mean reward of the group) / standard deviation of its rewards
 #     ratio = probability of the token / what it was before the first update on these answers
 #     q     = probability of the token by the model as it was loaded / its probability now
@@ -525,9 +525,9 @@ def imitate_best(group: list[Trajectory], training: TrainingSettings) -> list[Tr
 def scale_advantages(group: list[Trajectory], training: TrainingSettings) -> None:
     """Scaled advantages. Key: `scale_rewards`.
 
-    `group` (GRPO, Shao et al. 2024) divides by the standard deviation of the group's rewards. This
-    favours questions that are nearly always or nearly never solved. `mean` (MaxRL) divides by the
-    mean of their absolute values. This favours questions that are nearly never solved."""
+    `group` (GRPO, Shao et al. 2024) divides by the standard deviation of the group's rewards. With
+    a share p of rewards 1 and the rest 0 it is about sqrt(p (1 - p)), so questions that are nearly
+    always or never solved weigh more. `mean` (MaxRL) divides by the mean of absolute rewards."""
     rewards = [answer.reward for answer in group]
     if training.scale_rewards == "group":
         scale = stdev(rewards) + 1e-4
@@ -574,8 +574,8 @@ def variant_normalizer(
 ) -> torch.Tensor | float:
     """Other normalizers. Key: `loss_normalizer`.
 
-    `tokens` (DAPO, Yu et al. 2025): all tokens of these answers. `sequence` (GRPO, Shao et al.
-    2024): the number of answers times the answer's length, so that all answers weigh the same."""
+    `tokens` (DAPO, Yu et al. 2025): all tokens of the step. `sequence` (GRPO, Shao et al. 2024):
+    the number of answers times the answer's length, so that all answers weigh the same."""
     if training.loss_normalizer == "tokens":
         return totals["tokens"]
     if training.loss_normalizer == "sequence":
@@ -594,7 +594,7 @@ def ratio_objective(
     update neither has an effect. Returns the objective of each token, and whether it is clipped."""
     log_ratio = token_log_probs - torch.cat([answer.old_log_probs for answer in batch])
     if training.ratio == "sequence":
-        # GSPO (Zheng et al. 2025, with loss_normalizer=sequence): the geometric mean of an answer.
+        # GSPO (Zheng et al. 2025, with loss_normalizer=sequence): the geometric mean over tokens.
         lengths = [answer.num_tokens for answer in batch]
         means = [of_answer.mean().expand_as(of_answer) for of_answer in log_ratio.split(lengths)]
         log_ratio = torch.cat(means)
@@ -620,8 +620,8 @@ def kl_in_reward(token_log_probs: torch.Tensor, batch: list[Trajectory]) -> torc
     """KL penalty as a part of each token's reward. Keys: `kl_beta`, `kl_in: reward`.
 
     It keeps the policy near the model as it was loaded. Detached, it is subtracted from the
-    advantage. With one update and learning_type=grpo, the gradient is on average that of
-    KL(policy || reference), token by token."""
+    advantage. With one update, and without sil, which selects answers, the gradient is on average
+    that of KL(policy || reference), token by token."""
     reference_log_probs = torch.cat([answer.reference_log_probs for answer in batch])
     return (token_log_probs - reference_log_probs).detach()
 

@@ -48,7 +48,7 @@ class UpdateStatistics:
         for name, value in values.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
 
-    def summary(self, num_learned: float, grad_norm: float) -> dict[str, float]:
+    def summary(self, grad_norm: float) -> dict[str, float]:
         """Returns what the update was like over all ranks. Entropy, KL and the clipped share are
         means over the tokens that were learned from. Collective."""
         totals = sum_over_ranks({name: float(total) for name, total in self.sums.items()})
@@ -59,7 +59,6 @@ class UpdateStatistics:
             "loss": loss,
             **{name: total / num_tokens for name, total in totals.items()},
             "grad_norm": grad_norm,
-            "learned": num_learned,
             "updated": int(is_finite),
             "non_finite": int(not is_finite),
         }
