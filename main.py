@@ -463,12 +463,12 @@ def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
         model, tokenizer = load_model(config)
         stop_ids = find_stop_ids(model, tokenizer)
         training_rows, validation_rows = load_questions(task, model, tokenizer, config)
-        # In mixed precision the sampler is a copy in bfloat16, which differs by rounding.
+        # With `shard` the sampler is a copy. In mixed precision it is a copy rounded to bfloat16.
         sampler = make_sampler(model, config)
         reference = Policy(make_reference(model, config), config) if training.kl_beta else None
     with log.phase("prepare"):
         policy = Policy(model, config)
-        if training.shard:  # A rank keeps a part of each weight. The sampler is a whole copy.
+        if training.shard:  # A rank keeps a part of each weight.
             policy = Sharded(policy)
         else:
             policy = DistributedDataParallel(policy, gradient_as_bucket_view=True)

@@ -69,7 +69,7 @@ def continue_prompts(
         num_inputs = max(1, int(is_token[few].sum(1).max()))
         ids = inputs[few, :num_inputs]  # (rows, inputs)
         is_wanted = is_token[few, :num_inputs]
-        # The first input is always there. The next one is, if a token came before it.
+        # The first input is always there, the next one if a token came before it: 110 -> 111.
         is_input = is_wanted.roll(1, dims=1)
         is_input[:, 0] = True
         mask = torch.cat([prompt_mask[rows], is_input], 1)  # (rows, time)

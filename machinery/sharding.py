@@ -66,8 +66,8 @@ def shard(
 
 
 def unsharded(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Returns the full tensor. A sharded one is converted to `dtype` first. Then it is gathered,
-    which is collective."""
+    """Returns the full tensor. A sharded one is converted to `dtype` first, if given. Then it
+    is gathered, which is collective."""
     if isinstance(tensor, DTensor):
         return tensor.to(dtype).full_tensor()
     return tensor

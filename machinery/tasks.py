@@ -133,7 +133,7 @@ def encode_prompt(row: dict, task: Task, tokenizer: PreTrainedTokenizerBase,
                        "this task's messages; write base"):
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     # Some templates open the thinking themselves.
-    if not text.rstrip().endswith(task.REPLY_START):
+    if not text.rstrip().endswith(task.REPLY_START.rstrip()):
         text += task.REPLY_START
     # The template has added all special tokens.
     return tokenizer(text, add_special_tokens=False)["input_ids"]
