@@ -36,14 +36,14 @@ def run_and_die(place, dead, others, arguments):
     module, name = PLACES[place]
     original = getattr(module, name)
 
-    def struck(*arguments):
+    def struck(*arguments, **named):
         if step == 2 and main.RANK == dead:
             time.sleep(0.3)  # The others can get there. If one does not, less is tested.
             os.kill(os.getpid(), signal.SIGKILL)
         if step == 2 and others == "busy":
             # A signal does not interrupt this. A handler in Python would run only after it.
             hashlib.pbkdf2_hmac("sha512", b"", b"", iterations=2**31 - 1)
-        return original(*arguments)
+        return original(*arguments, **named)
 
     setattr(module, name, struck)
     run_without_curves(*arguments)
