@@ -284,8 +284,8 @@ def policy_gradient(
     statistics = UpdateStatistics()
     # Gradients of micro-batches add up on their rank. Each rank shares its sum once, in its last
     # backward pass. If a rank has nothing to learn, `split_into_micro_batches` makes up an answer
-    # without tokens, so that it can take part. Its loss is an empty sum, with the gradient 0. (With
-    # Sharded all passes are shared. Its `no_sync` does nothing, and all ranks make equally many.)
+    # without tokens, so that it can take part. Its loss is an empty sum, with the gradient 0.
+    # (Sharded shares all passes. So all ranks make equally many, and its `no_sync` does nothing.)
     micro_batches = split_into_micro_batches(learned, training)
     for batch in run.log.progress(micro_batches):
         is_last = batch is micro_batches[-1]
