@@ -201,6 +201,23 @@ def test_no_problem_is_in_both_splits_in_whatever_order_of_its_numbers(tmp_path)
     assert learned | held_out == {content(row) for row in problems}
 
 
+def test_neither_a_seed_nor_more_data_trains_on_what_was_held_out():
+    """So training further with another seed, or with rows that were added, is still measured on
+    questions that the model has never seen."""
+    def problems_of(numbers, seed=0):
+        rows = [{"prompt": f"{number} + 1 =", "problem": [1, number]} for number in numbers]
+        config = make_config(data__num_validation=20, training__seed=seed)
+        return [{row["prompt"] for row in part} for part in split(rows, config)]
+
+    learned, held_out = problems_of(range(200))
+    assert len(held_out) == 20
+    assert problems_of(range(200), seed=1) == [learned, held_out]
+    assert problems_of(reversed(range(200))) == [learned, held_out]
+    _, held_out_of_more = problems_of(range(300))
+    assert len(held_out_of_more) == 20 and held_out_of_more != held_out
+    assert not held_out_of_more & learned
+
+
 def order_of_questions(num_ranks, num_per_rank, monkeypatch, seed=0):
     """What all ranks together are asked in thirty steps, of fifty questions."""
     config = make_config(training__num_samples_per_step=num_per_rank, training__seed=seed)
