@@ -32,8 +32,9 @@ def load(dataset: str, max_rows: int | None) -> list[dict]:
         text = str(numbers[0])
         for sign, number in zip(signs, numbers[1:], strict=True):
             text += f" {sign} {number}"
-        rows[text] = {"prompt": f"{text} =", "result": result(numbers, signs),
-                      "group": f"{num_carries(numbers)} carried", "problem": text}
+        terms = sorted(signed(numbers, signs))  # 47 + 12 and 12 + 47 are one problem.
+        rows[text] = {"prompt": f"{text} =", "result": sum(terms),
+                      "group": f"{num_carries(numbers)} carried", "problem": terms}
         if len(rows) == min(MOST_ROWS, max_rows or MOST_ROWS):
             break
     return list(rows.values())
@@ -51,11 +52,12 @@ def read_settings(dataset: str) -> dict[str, str]:
     return settings
 
 
-def result(numbers: list[int], signs: list[str]) -> int:
-    total = numbers[0]
+def signed(numbers: list[int], signs: list[str]) -> list[int]:
+    """Returns the numbers that have to be added: [47, -12] for 47 - 12."""
+    terms = [numbers[0]]
     for sign, number in zip(signs, numbers[1:], strict=True):
-        total += number if sign == "+" else -number
-    return total
+        terms.append(number if sign == "+" else -number)
+    return terms
 
 
 def num_carries(numbers: list[int]) -> int:

@@ -213,10 +213,19 @@ def test_sums_are_made_up_by_the_settings_and_are_always_the_same():
 
     assert rows == arithmetic.load("numbers=3 low=1 high=9 signs=+-", 50) and len(rows) == 50
     for row in rows:
-        assert row["prompt"] == f"{row['problem']} ="
-        assert re.fullmatch(r"[1-9] [+-] [1-9] [+-] [1-9]", row["problem"])
-        assert row["result"] == eval(row["problem"])
-    assert len({row["problem"] for row in rows}) == 50
+        text = row["prompt"].removesuffix(" =")
+        assert re.fullmatch(r"[1-9] [+-] [1-9] [+-] [1-9]", text)
+        assert row["result"] == eval(text)
+    assert len({row["prompt"] for row in rows}) == 50
+
+
+def test_the_order_of_its_numbers_does_not_make_another_sum():
+    rows = arithmetic.load("numbers=2 low=1 high=3 signs=+-", None)
+
+    problem_of = {row["prompt"]: row["problem"] for row in rows}
+    assert len(problem_of) == 2 * 3 * 3
+    assert problem_of["1 + 3 ="] == problem_of["3 + 1 ="]
+    assert problem_of["1 - 3 ="] != problem_of["3 - 1 ="]
 
 
 @pytest.mark.parametrize("sum_, carries", [
