@@ -29,13 +29,12 @@ from tqdm.std import TRLock, tqdm
 from machinery.errors import describe, errors_of_phase, shortened, visible
 from machinery.metrics import look_at_first_step
 from machinery.ranks import DEVICE, RANK, WORLD_SIZE
-from machinery.runs import RunFolder
+from machinery.runs import FILES, RunFolder
 from machinery.settings import ROOT, Config, flatten
 from machinery.tasks import Task
 
 SECONDS_BETWEEN_DRAWINGS = 60
 SECONDS_TO_END_MLFLOW = {"FINISHED": 60, "FAILED": 5}  # For all that it has not been told yet.
-ARTIFACTS = ("config.yaml", "metrics.jsonl", "samples.jsonl", "curves.png", "summary.json")
 CURVES = {  # {metric: its title, as in the lines of a run, and its unit}
     "solved": ("solved", "share"), "best_of_n": ("best of {n}", "share"),
     "reward": ("reward", "points"), "completion_length": ("length", "tokens"),
@@ -83,7 +82,7 @@ class Logger:
         (self.path / "summary.json").unlink(missing_ok=True)  # Of an earlier start.
         self.history = self.folder.read("metrics.jsonl")
         if self.folder.checkpoint:
-            print(f"resuming from {self.folder.checkpoint.path}")
+            print(f"resuming from {self.folder.checkpoint}")
             if step >= self.config.training.max_steps:
                 print("this run has finished: raise training.max_steps to train further")
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -159,9 +158,11 @@ class Logger:
             print(answer_lines(group[0].question.row["prompt"], group[0]))
         self._draw_curves()
 
-    def how_it_was_made(self) -> dict[str, Any]:
-        """Returns the settings, and the evaluations before training and of the newest model."""
-        return {**self.history[-1], "before_training": self.history[0],
+    def how_it_was_made(self, step: int, metrics: dict[str, float]) -> dict[str, Any]:
+        """Returns the settings, this evaluation, and the one before training."""
+        evaluation = {"step": step, **metrics}
+        before_training = [*self.history, evaluation][0]
+        return {**evaluation, "before_training": before_training,
                 "settings": self.config.model_dump(mode="json")}
 
     # ------------------------------------------------------------ what is kept
@@ -179,7 +180,7 @@ class Logger:
                 samples.append({
                     "step": step, "question": i, "prompt": answer.question.row["prompt"],
                     "completion": answer.completion, "solved": answer.reward_parts[self.solved],
-                    "reward": answer.reward, **answer.reward_parts,
+                    "reward": answer.reward, "reward_parts": answer.reward_parts,
                     "truncated": answer.is_truncated, "completion_length": answer.num_tokens})
         self.folder.append("samples.jsonl", samples)
 
@@ -200,7 +201,7 @@ class Logger:
         if self.config.task.name == "countdown":
             ask = [sys.executable, str(ROOT / "examples/ask.py"), "--model", str(folder)]
             print(f"try it: {shlex.join([*ask, '3', '7', '25', '=', '68'])}")
-        for name in ARTIFACTS:
+        for name in FILES:
             self._tell_mlflow("log_artifact", str(self.path / name))
         self._end_mlflow("FINISHED")
         if not sys.stdout.isatty():

@@ -112,7 +112,7 @@ class Run:
     reference: nn.Module | None   # a `Policy` of the model as it was loaded, for a KL penalty
     optimizer: torch.optim.Optimizer
     step: int                     # the number of the training step, from 1. Before, it is 0.
-    best: tuple[float, float]     # how good the best model is, see `evaluate_and_keep_best`
+    best: list[float]             # how good the best model is, see `evaluate_and_keep_best`
     last_evaluation: int | None   # the step after which the model was last evaluated
 
 
@@ -426,12 +426,12 @@ def evaluate_and_keep_best(run: Run) -> None:
     if groups is None:
         return  # Rank 0 alone does the rest. It saves the sampler, which is never sharded.
     metrics = evaluation_metrics(groups, run.task)
-    run.log.evaluation(run.step, metrics, groups)
-    quality = (metrics["eval/best_of_n"], metrics["eval/solved"])
+    quality = [metrics["eval/best_of_n"], metrics["eval/solved"]]
     if quality > run.best:
         run.best = quality
-        run.folder.save_best(
-            run.sampler, run.model.generation_config, run.tokenizer, run.log.how_it_was_made())
+        run.folder.save_best(run.sampler, run.model.generation_config, run.tokenizer,
+                             run.log.how_it_was_made(run.step, metrics))
+    run.log.evaluation(run.step, metrics, groups)
 
 
 # ---------------------------------------------------------------- the training loop
@@ -440,7 +440,7 @@ def train(run: Run) -> None:
     """Trains to the last step. A run that is killed at any time resumes after the newest step that
     was saved, and repeats what came after it. Collective."""
     training = run.config.training
-    is_new = run.last_evaluation is None  # There was no checkpoint.
+    is_new = run.last_evaluation is None
     is_over = run.step >= training.max_steps  # A run that resumes may be over.
     if is_new or (is_over and run.last_evaluation != run.step):
         evaluate_and_keep_best(run)

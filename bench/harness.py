@@ -19,6 +19,7 @@ import transformers
 import main
 from machinery.model import add_adapters, make_masters, type_when_loaded
 from machinery.ranks import DEVICE, RANK, end_process, join, leave_group
+from machinery.runs import NEW
 from machinery.settings import ROOT, Config, load_config
 
 median = statistics.median
@@ -49,7 +50,7 @@ class NoFolder:
     """Takes the place of runs.RunFolder. There is nothing to resume from."""
 
     def restore(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-        return {"step": 0, "best": (-1.0, -1.0), "last_evaluation": None}
+        return NEW
 
 
 class SilentLog:

@@ -34,9 +34,6 @@ MOST_NUMBERS = 80_000  # in all curves of a page
 RIGHT = 0.5  # A question counts as solved if this share of its answers is right.
 # These settings say where a run lies, and nothing about the experiment.
 OWN_SETTINGS = ("run.name", "run.dir")
-# Each line of samples.jsonl has these names. All other names in it are parts of the reward.
-FIELDS = ("step", "question", "prompt", "completion", "solved", "reward", "truncated",
-          "completion_length")
 
 
 class UserError(Exception):
@@ -151,10 +148,6 @@ def to_point(line: dict) -> Point:
 
 def to_answer(line: dict) -> Answer:
     """A line of samples.jsonl. It raises an error if a field is missing."""
-    parts = {}
-    for name, value in line.items():
-        if name not in FIELDS:
-            parts[name] = rounded(value)
     return Answer(
         step=int(line["step"]),
         question=int(line["question"]),
@@ -164,7 +157,7 @@ def to_answer(line: dict) -> Answer:
         reward=rounded(float(line["reward"])),
         truncated=bool(line["truncated"]),
         completion_length=int(line["completion_length"]),
-        parts=parts,
+        parts={name: rounded(value) for name, value in line["reward_parts"].items()},
     )
 
 

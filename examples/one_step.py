@@ -38,7 +38,7 @@ from machinery.settings import Config, load_config
 from main import Run, Trajectory
 
 TEMPLATE = Path(__file__).with_name("one_step_page.html")
-NUMBERS = ("moved_as_meant", "change_as_meant", "change_rewarded", "change_punished")
+NUMBERS = ("change_as_meant", "change_rewarded", "change_punished")
 MOST_TRIES = 50  # groups without a signal, one after the other
 MOST_BYTES = 300_000  # of a page
 # So many tokens of all answers, and so many characters of a question, are on a page. We take the

@@ -13,10 +13,6 @@ OUT_OF_RANGE = (
     "the model gives no probabilities any more: lower training.learning_rate, or raise "
     "sampling.temperature. The saved checkpoints are not affected"
 )
-NO_NUMBERS = (  # Before anything was learned.
-    "the model gives no probabilities as it was loaded: see model.name, whose weights may be "
-    "damaged, model.precision, and sampling.temperature"
-)
 # What needs less memory, the change that costs least first.
 SAMPLE_IN_LESS_MEMORY = "lower sampling.max_rows, then training.max_new_gen_tokens"
 LEARN_IN_LESS_MEMORY = (
@@ -75,8 +71,7 @@ def errors_of_phase(phase: str, steps_done: int) -> Iterator[None]:
             remedy = REMEDY_OF_PHASE.get(phase, LOAD_IN_LESS_MEMORY)
             raise UserError(f"out of memory in phase {phase}: {remedy}") from error
         if re.search("probability tensor contains|device-side assert", str(error)):
-            reason = f"after step {steps_done} {OUT_OF_RANGE}" if steps_done else NO_NUMBERS
-            raise UserError(reason) from error
+            raise UserError(f"after step {steps_done} {OUT_OF_RANGE}") from error
         raise
 
 

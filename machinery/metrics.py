@@ -133,7 +133,7 @@ def sampling_metrics(
     }
     for part in task.REWARD_WEIGHTS:
         means[f"reward/{part}"] = fmean(parts_of(answers, part))
-        means[f"reward/{part}_std"] = fmean(pstdev(parts_of(group, part)) for group in groups)
+        means[f"reward_std/{part}"] = fmean(pstdev(parts_of(group, part)) for group in groups)
     solved = [parts_of(group, task.SOLVED) for group in groups]
     means["solved"] = fmean(parts_of(answers, task.SOLVED))
     means["groups_all_solved"] = fmean(min(parts) >= 1 for parts in solved)
@@ -201,13 +201,10 @@ def change_metrics(
             advantages += [answer.advantage] * answer.num_tokens
     change = torch.cat(changes)  # (tokens,)
     advantage = torch.tensor(advantages)  # (tokens,)
-    has_moved = change.abs() > MOVED
     is_as_meant = change * advantage > 0
     sums = sum_over_ranks({
         "tokens": len(change),
-        "moved": float(has_moved.sum()) if change.isfinite().all() else math.nan,
-        "moved_any": float(has_moved.sum()),
-        "moved_as_meant": float((has_moved & is_as_meant).sum()),
+        "moved": float((change.abs() > MOVED).sum()) if change.isfinite().all() else math.nan,
         "change": float(change.abs().sum()),
         "change_as_meant": float(change[is_as_meant].abs().sum()),
         "rewarded": float((advantage > 0).sum()),
@@ -217,7 +214,6 @@ def change_metrics(
     })
     return {
         "moved": share(sums["moved"], sums["tokens"]),
-        "moved_as_meant": share(sums["moved_as_meant"], sums["moved_any"]),
         "change_as_meant": share(sums["change_as_meant"], sums["change"]),
         "change_rewarded": share(sums["change_rewarded"], sums["rewarded"]),
         "change_punished": share(sums["change_punished"], sums["punished"]),
@@ -260,7 +256,7 @@ def evaluation_metrics(groups: list[list], task: Task) -> dict[str, float]:
     metrics |= pass_at_k(groups, task)
     metrics |= solved_by_kind(groups, solved)
     for part in task.REWARD_WEIGHTS:
-        metrics[f"eval/{part}"] = fmean(parts_of(answers, part))
+        metrics[f"eval/reward/{part}"] = fmean(parts_of(answers, part))
     metrics["eval/reward"] = fmean(rewards_of(answers))
     metrics["eval/completion_length"] = fmean(answer.num_tokens for answer in answers)
     metrics["eval/truncated"] = fmean(answer.is_truncated for answer in answers)
@@ -362,15 +358,11 @@ def signs_of_sampling(numbers: dict[str, float]) -> list[str]:
 
 
 def signs_of_rewards(numbers: dict[str, float]) -> list[str]:
-    signs = []
-    for name, value in numbers.items():
-        is_part = name.startswith("reward/") and not name.endswith("_std")
-        if is_part and value == 0:
-            signs.append(
-                f"! {name} is 0 on average: if it is 0 for every answer, see the task's "
-                "reward_function, task.reward_weights, sampling.temperature, and whether "
-                "data.prompt_style suits the model")
-    return signs
+    zero = [name for name, mean in numbers.items() if name.startswith("reward/") and mean == 0]
+    return [
+        f"! {name} is 0 on average: if it is 0 for every answer, see the task's reward_function, "
+        "task.reward_weights, sampling.temperature, and whether data.prompt_style suits the model"
+        for name in zero]
 
 
 def signs_of_update(numbers: dict[str, float]) -> list[str]:

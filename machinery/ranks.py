@@ -144,11 +144,6 @@ def meet() -> dist.Store:
     store, _, _ = next(dist.rendezvous("env://", timeout=TIME_TO_MEET))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # This store outlives the ranks, so it still has the addresses of those before a restart.
-        num_machines = os.environ.get("GROUP_WORLD_SIZE", "1")
-        num_restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-        if num_machines != "1" and num_restarts != "0":
-            raise UserError("restarts on several machines need a store of their own: write, on "
-                            "each, export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun")
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     store.set(f"rank {RANK} is here", "")
     store.wait([f"rank {rank} is here" for rank in range(WORLD_SIZE)], TIME_TO_MEET)

@@ -1,7 +1,9 @@
 """The folder of a run: what is saved in it, and how a run resumes from there.
 
 A checkpoint is complete or absent. Starting again is the only way to recover, from whatever has
-interrupted a run. All that was written after the checkpoint is cut off, and then written again."""
+interrupted a run. All that was written after the checkpoint is cut off, and then written again.
+A new run saves its first checkpoint before anything else, and at step 0 it needs no tensors. So a
+folder with other files but without a checkpoint is not ours, or not a whole run, and is refused."""
 
 import copy
 import fcntl
@@ -12,7 +14,6 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TextIO
 
@@ -27,15 +28,11 @@ from machinery.ranks import DEVICE, RANK, errors_on_all_ranks, gather
 from machinery.settings import Config, default_run_name, experiment
 from machinery.sharding import fill, gathered
 
+NEW = {"step": 0, "best": [-1.0, -1.0], "last_evaluation": None}  # Every evaluation is better.
 GROWING_FILES = ("metrics.jsonl", "samples.jsonl")
+FILES = ("config.yaml", *GROWING_FILES, "curves.png", "summary.json")
 KEPT_CHECKPOINTS = 2
 BYTES_OF_A_FILE = 2 * 10**9  # While saving, so much or one tensor is in the computer's RAM.
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    path: Path
-    state: dict[str, Any]  # what its state.json holds
 
 
 class RunFolder:
@@ -44,7 +41,9 @@ class RunFolder:
     def __init__(self, config: Config):
         self.config = config
         self.path = Path(config.run.dir) / (config.run.name or default_run_name(config))
-        self.checkpoint: Checkpoint | None = None  # what this start resumes from
+        self.checkpoint: Path | None = None  # what this start resumes from
+        self.state: dict[str, Any] = {}      # what its state.json holds
+        self.best_model: str | None = None   # what the link best points to, like best-000012
         self.started = time.monotonic()
         self.lock: TextIO | None = None
 
@@ -54,11 +53,11 @@ class RunFolder:
             if RANK == 0:
                 self.lock = self.take_lock()
                 self.checkpoint = newest_checkpoint(self.path)
-        self.checkpoint = gather(self.checkpoint)[0]
-        with errors_on_all_ranks():
-            if self.checkpoint is not None:
-                refuse_other_experiment(self.checkpoint, self.config)
-                self.started -= self.checkpoint.state["seconds"]
+                if self.checkpoint is not None:
+                    self.state = read_state(self.checkpoint)
+                    refuse_other_experiment(self.checkpoint, self.state["experiment"], self.config)
+        self.checkpoint, self.state = gather((self.checkpoint, self.state))[0]
+        self.started -= self.state.get("seconds", 0)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -69,15 +68,12 @@ class RunFolder:
         """Returns a file. As long as it is open, the folder belongs to this process."""
         with as_user_error(f"run.dir={self.config.run.dir!r} cannot be written to", (OSError,)):
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = open(self.path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115
+            lock = open(self.path / ".lock", "a", encoding="utf-8")  # noqa: SIM115
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                lock.seek(0)
-                raise UserError(f"{self.path} is in use by {lock.read()}: wait for its end, or set "
-                                "run.name to another name") from None
-            lock.truncate(0)
-            print(f"process {os.getpid()} on {os.uname().nodename}", end="", file=lock, flush=True)
+                raise UserError(f"{self.path} is in use by another process: wait for its end, or "
+                                "set run.name to another name") from None
         return lock
 
     def seconds(self) -> float:
@@ -105,11 +101,8 @@ class RunFolder:
         text = (self.path / name).read_text(encoding="utf-8")
         return [json.loads(line) for line in text.splitlines()]
 
-    def cut_growing_files(self) -> None:
-        """Cuts off what was written after the checkpoint, or everything if there is none."""
-        sizes = dict.fromkeys(GROWING_FILES, 0)
-        if self.checkpoint is not None:
-            sizes = self.checkpoint.state["bytes"]
+    def cut_growing_files(self, sizes: dict[str, int]) -> None:
+        """Cuts off what was written after the checkpoint, when they had these sizes."""
         for name in GROWING_FILES:
             with open(self.path / name, "ab") as file:
                 if file.tell() < sizes[name]:
@@ -130,50 +123,51 @@ class RunFolder:
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Restores weights and optimizer. Returns step, best and last_evaluation. Collective."""
-        state: dict[str, Any] = {"step": 0, "best": (-1.0, -1.0), "last_evaluation": None}
-        if self.checkpoint is not None:
-            self.load_tensors(model, optimizer, self.checkpoint)
-            for name in state:
-                state[name] = self.checkpoint.state[name]
+        if self.checkpoint is None:
+            self.save(model, optimizer, **NEW)
+            return NEW
+        with as_user_error(f"{self.checkpoint} does not fit the model {self.config.model.name!r}, "
+                           "or cannot be read"):
+            files = open_tensors(self.checkpoint) if RANK == 0 else {}
+            for name, tensor in state_tensors(model, optimizer, self.state["step"]).items():
+                fill(tensor, files[name].get_tensor(name) if RANK == 0 else None)
+        restored = {name: self.state[name] for name in NEW}
         with errors_on_all_ranks(), self.writing():
             if RANK == 0:
-                self.cut_growing_files()
+                self.cut_growing_files(self.state["bytes"])
+                self.link_best(self.state["best_model"])
                 if not (self.path / "best").exists():
-                    state["best"] = (-1.0, -1.0)  # The next evaluation makes it.
-        return {**state, "best": tuple(state["best"])}
+                    restored["best"] = NEW["best"]  # The next evaluation makes another.
+        return restored
 
-    def load_tensors(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint
-    ) -> None:
-        """Rank 0 reads the tensors and gives them to the others. Collective."""
-        with as_user_error(f"{checkpoint.path} does not fit the model {self.config.model.name!r}, "
-                           "or cannot be read"):
-            files = open_tensors(checkpoint) if RANK == 0 else {}
-            for name, tensor in state_tensors(model, optimizer).items():
-                fill(tensor, files[name].get_tensor(name) if RANK == 0 else None)
-
-    def save(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, **state: Any
-    ) -> None:
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, **state: Any) -> None:
         """Saves all that resuming needs. Random numbers have no state. Collective."""
-        parts = gathered(state_tensors(model, optimizer), BYTES_OF_A_FILE)
+        parts = gathered(state_tensors(model, optimizer, state["step"]), BYTES_OF_A_FILE)
         if RANK != 0:
             list(parts)  # There are no parts on this rank, but it helps to gather them.
             return
-        path = self.path / "checkpoints" / f"step-{state['step']:06d}"
         with self.writing():
-            with appearing(path) as folder:
+            with appearing(self.path / "checkpoints" / f"step-{state['step']:06d}") as folder:
                 for number, part in enumerate(parts, start=1):
                     save_file(part, folder / f"tensors-{number}.safetensors")
                 state |= {
+                    "best_model": self.best_model,
                     "experiment": experiment(self.config),
                     "seconds": self.seconds(),
                     "bytes": self.sync_growing_files(),
-                    "files": sorted(os.listdir(folder)),
                 }
                 (folder / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
-            for old in numbered_folders(path.parent, "step")[KEPT_CHECKPOINTS:]:
-                shutil.rmtree(old)
+            self.delete_superseded()
+
+    def delete_superseded(self) -> None:
+        """Deletes older checkpoints, and models that neither best nor a checkpoint names."""
+        checkpoints = numbered_folders(self.path / "checkpoints", "step")
+        for old in checkpoints[KEPT_CHECKPOINTS:]:
+            shutil.rmtree(old)
+        named = {read_state(path)["best_model"] for path in checkpoints[:KEPT_CHECKPOINTS]}
+        for model in numbered_folders(self.path, "best"):
+            if model.name not in named and model.name != self.best_model:
+                shutil.rmtree(model, ignore_errors=True)
 
     # ------------------------------------------------------------ the best model
 
@@ -182,31 +176,40 @@ class RunFolder:
     ) -> None:
         """Saves a model for `from_pretrained`, with training.json, which says how it was made. Then
         the link best points to it. Rank 0 alone does this."""
-        old_folders = numbered_folders(self.path, "best")
         path = self.path / f"best-{training['step']:06d}"
         model = copy.copy(sampler)
         model.generation_config = generation_config  # That of the sampler is empty.
         with self.writing():
+            self.delete_superseded()
             with appearing(path) as folder:
                 model.save_pretrained(folder, max_shard_size=BYTES_OF_A_FILE)
                 tokenizer.save_pretrained(folder)
                 (folder / "training.json").write_text(json.dumps(training, indent=1))
-            link = self.path / "best.unfinished"
+            self.link_best(path.name)
+
+    def link_best(self, name: str | None) -> None:
+        """Points the link best to a model of this folder, or takes it away."""
+        self.best_model = name
+        link = self.path / "best"
+        if name is None:
             link.unlink(missing_ok=True)
-            link.symlink_to(path.name)
-            link.replace(self.path / "best")  # There is no moment without a link.
-            for old in old_folders:
-                if old != path:
-                    shutil.rmtree(old, ignore_errors=True)
+            return
+        new_link = self.path / "best.unfinished"
+        new_link.unlink(missing_ok=True)
+        new_link.symlink_to(name)
+        new_link.replace(link)  # There is no moment without a link.
 
 
 # ---------------------------------------------------------------- what a checkpoint holds
 
 def state_tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer
+    model: nn.Module, optimizer: torch.optim.Optimizer, step: int
 ) -> dict[str, torch.Tensor]:
-    """Returns the weights that learn, and the optimizer state of each, like "lm_head/exp_avg"."""
+    """Returns the weights that learn, and the optimizer state of each, like "lm_head/exp_avg". At
+    step 0 it returns nothing, because all of that is as a start makes it."""
     tensors = {}
+    if step == 0:
+        return tensors
     for name, parameter in model.named_parameters():
         if parameter in optimizer.state:  # A frozen weight is not.
             tensors[name] = parameter.data
@@ -219,8 +222,8 @@ def state_tensors(
 def check_weights(model: nn.Module, sampler: nn.Module, step: int) -> None:
     """Refuses weights that give no probabilities, and ranks whose weights differ. Collective."""
     with errors_on_all_ranks():
-        token = torch.zeros(1, 1, dtype=torch.long, device=DEVICE)
-        if not sampler(input_ids=token, use_cache=False).logits.isfinite().all():
+        tokens = torch.arange(16, device=DEVICE)[None]
+        if not sampler(input_ids=tokens, use_cache=False).logits.isfinite().all():
             raise UserError(f"after step {step} {OUT_OF_RANGE}")
     if len(set(gather(checksum(model, sampler)))) > 1:
         raise SharedError(
@@ -239,15 +242,14 @@ def checksum(model: nn.Module, sampler: nn.Module) -> int:
     return total
 
 
-def refuse_other_experiment(checkpoint: Checkpoint, config: Config) -> None:
-    then = checkpoint.state.get("experiment", {})  # Another version of this program has none.
+def refuse_other_experiment(checkpoint: Path, then: dict[str, Any], config: Config) -> None:
     now = experiment(config)
     changes = []
     for key in sorted(then.keys() | now.keys()):
         if then.get(key) != now.get(key):
             changes.append(f"{key}: {then.get(key)} -> {now.get(key)}")
     if changes:
-        raise UserError(f"{checkpoint.path} is of another experiment ({'; '.join(changes)}): set "
+        raise UserError(f"{checkpoint} is of another experiment ({'; '.join(changes)}): set "
                         "run.name to begin anew")
 
 
@@ -261,20 +263,28 @@ def numbered_folders(parent: Path, word: str) -> list[Path]:
     return sorted(folders, key=lambda path: (len(path.name), path.name), reverse=True)
 
 
-def newest_checkpoint(run_folder: Path) -> Checkpoint | None:
-    """Returns the newest checkpoint of a run, or None if there is none."""
-    folders = numbered_folders(run_folder / "checkpoints", "step")
-    if not folders:
-        return None
-    with as_user_error(f"{folders[0]} is damaged: delete it to resume from the one before it"):
-        return Checkpoint(folders[0], json.loads((folders[0] / "state.json").read_text()))
+def newest_checkpoint(run_folder: Path) -> Path | None:
+    """Returns None if the folder is new."""
+    checkpoints = numbered_folders(run_folder / "checkpoints", "step")
+    if checkpoints:
+        return checkpoints[0]
+    for name in (*FILES, "best"):
+        if (run_folder / name).exists():
+            raise UserError(f"{run_folder} has {name}, but no checkpoint to resume from: set "
+                            "run.name to begin anew")
+    return None
 
 
-def open_tensors(checkpoint: Checkpoint) -> dict[str, safe_open]:
-    """Returns the file of each tensor. A file that is missing, cut or garbled is an error."""
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    with as_user_error(f"{checkpoint} is damaged: delete it to resume from the one before it"):
+        return json.loads((checkpoint / "state.json").read_text())
+
+
+def open_tensors(checkpoint: Path) -> dict[str, safe_open]:
+    """Returns the file of each tensor. A file that is cut or garbled is an error."""
     file_of = {}
-    for file_name in checkpoint.state["files"]:
-        file = safe_open(checkpoint.path / file_name, "pt")
+    for path in checkpoint.glob("tensors-*.safetensors"):
+        file = safe_open(path, "pt")
         for tensor_name in file.offset_keys():
             file_of[tensor_name] = file
     return file_of

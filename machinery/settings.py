@@ -19,6 +19,7 @@ from machinery.ranks import DEVICE, WORLD_SIZE, end_process
 ROOT = Path(__file__).resolve().parent.parent  # This is the folder of main.py.
 # No number is larger, also none that a reward returns. Sums of squares stay within float32.
 MOST = 1e9
+VERSION = 2  # It changes when the same settings mean another experiment than before.
 USAGE = "usage: main.py [--config file.yaml] [section.key=value ...]"
 
 Natural = Annotated[StrictInt, Field(ge=0)]
@@ -197,6 +198,13 @@ def check_values(values: dict[str, Any]) -> Config:
     if not is_valid:
         raise UserError(f"training.k_best_of_n={[k, n]}: write [G, G], like [8, 8], for grpo, and "
                         "[k, n], like [2, 8], for sil")
+    training = config.training
+    if training.decay_steps and training.max_steps > training.warmup_steps + training.decay_steps:
+        last = training.warmup_steps + training.decay_steps
+        raise UserError(
+            f"training.max_steps={training.max_steps}: with training.decay_steps="
+            f"{training.decay_steps} the learning rate is 0 from step {last + 1} on. Write at most "
+            f"{last}, or raise training.decay_steps (docs/running.md#which-settings-may-change)")
     return config
 
 
@@ -233,6 +241,7 @@ def experiment(config: Config) -> dict[str, Any]:
     take together in a step, and not how many each takes."""
     settings = {key: value for key, value in flatten(config).items() if key not in FREE_KEYS}
     settings["training.num_samples_per_step"] *= WORLD_SIZE
+    settings["version"] = VERSION
     return settings
 
 

@@ -49,13 +49,10 @@ def import_task(name: str) -> ModuleType:
     path = ROOT / "countdown.py" if name == "countdown" else Path(beside_main(name))
     if not path.is_file() or path.suffix != ".py":
         raise UserError(f"task.name={name!r}: write countdown, or the path of a Python file")
-    if path.stem.isidentifier():
-        known = importlib.util.find_spec(path.stem)
-        if known and not (known.has_location and path.samefile(known.origin)):
-            raise UserError(f"task.name={name!r}: Python has a module {path.stem}; rename the file")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # Dataclasses and pickle look for a module's classes there.
+    # Dataclasses and pickle look for a module's classes there. A math.py leaves Python's in place.
+    sys.modules.setdefault(path.stem, module)
     sys.path.append(str(path.parent))  # A task may import the files beside it.
     spec.loader.exec_module(module)
     return module

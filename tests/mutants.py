@@ -36,6 +36,7 @@ FULL_DISK = (f"{FAILURES}::test_a_disk_that_takes_no_more_is_one_line_and_the_fo
              "stay")
 SECRETS = f"{FAILURES}::test_nothing_of_the_environment_is_written_or_said"
 ORDER = f"{RUN}::test_the_order_of_questions_depends_on_seed_and_epoch_alone"
+HELD_OUT = f"{RUN}::test_neither_a_seed_nor_more_data_trains_on_what_was_held_out"
 SPLIT = f"{RUN}::test_no_problem_is_in_both_splits_in_whatever_order_of_its_numbers"
 ROW = f"{RUN}::test_no_reward_can_change_the_row_that_the_next_answer_is_graded_with"
 GATHERED = f"{RUN}::test_ranks_share_an_evaluation_and_gather_it_in_the_order_of_the_questions"
@@ -207,6 +208,11 @@ MUTANTS = [
            "{seed} epoch {epoch}", "{seed} epoch", ORDER),
     Mutant("validation questions are trained on", "machinery/tasks.py",
            "for problem in problems[num_validation:]:", "for problem in problems:", SPLIT),
+    Mutant("a split that depends on the seed", "machinery/tasks.py",
+           "sha256(text.encode())", "sha256(f'{config.training.seed} {text}'.encode())", HELD_OUT),
+    Mutant("a split that depends on the other rows", "machinery/tasks.py",
+           "key=lambda text: sha256(text.encode()).digest())",
+           "key=lambda text: sha256(f'{len(rows)} {text}'.encode()).digest())", HELD_OUT),
     Mutant("one problem in both splits, in other words", "machinery/tasks.py",
            'row.get("problem", row["prompt"])', 'row["prompt"]', SPLIT),
     Mutant("an evaluation of training questions", "main.py",
@@ -231,10 +237,20 @@ MUTANTS = [
            "in optimizer.state[parameter].items():",
            "in [*optimizer.state[parameter].items()][:2]:", RESUME),
     Mutant("a resume that repeats a step", "machinery/runs.py",
-           '"best": tuple(state["best"])}',
-           '"best": tuple(state["best"]), "step": max(0, state["step"] - 1)}', RESUME),
+           "        return restored\n",
+           '        return {**restored, "step": max(0, restored["step"] - 1)}\n', RESUME),
     Mutant("a resume that forgets how good the best model is", "machinery/runs.py",
-           '"best": tuple(state["best"])}', '"best": (-1.0, -1.0)}', RESUME),
+           'if not (self.path / "best").exists():', "if True:", RESUME),
+    Mutant("a best model of a step that was undone", "machinery/runs.py",
+           '                self.link_best(self.state["best_model"])\n', "", RESUME),
+    Mutant("a best model that is gone when a resume goes back to it", "machinery/runs.py",
+           "if model.name not in named and model.name != self.best_model:",
+           "if model.name != self.best_model:", RESUME),
+    Mutant("a start that takes another run's files for its own", "machinery/runs.py",
+           "if (run_folder / name).exists():", "if False:", FAILURES),
+    Mutant("weights that are saved although they give no probabilities", "machinery/runs.py",
+           "torch.arange(16, device=DEVICE)[None]", "torch.arange(1, device=DEVICE)[None]",
+           FAILURES),
     Mutant("a resume on rank 0 alone", "machinery/sharding.py",
            "    dist.broadcast(full, 0)\n", "", RESUME),
     Mutant("a resume that leaves later lines in the logs", "machinery/runs.py",
@@ -310,6 +326,8 @@ MUTANTS = [
            "    if longest + L > context:", "    if longest > context:", FAILURES),
     Mutant("config.yaml over the user's own file", "machinery/settings.py",
            "values |= read_yaml(path)", "values = read_yaml(path) | values", CONFIG),
+    Mutant("steps whose learning rate is 0", "machinery/settings.py",
+           "    if training.decay_steps and", "    if False and", CONFIG),
     Mutant("another group size than its k for grpo", "machinery/settings.py",
            "is_valid = k == n and n >= 2", "is_valid = n >= 2", CONFIG),
     # ------------------------------------------------------------ ends, restarts, prompts
@@ -328,9 +346,6 @@ MUTANTS = [
     Mutant("a restart that finds the addresses of dead ranks", "machinery/ranks.py",
            'dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)', "store",
            f"{FAILURES}::test_after_a_restart_the_ranks_find_no_address_from_before"),
-    Mutant("one store for restarts on several machines", "machinery/ranks.py",
-           'if num_machines != "1" and num_restarts != "0":', "if False:",
-           f"{FAILURES}::test_restarts_on_several_machines_ask_for_a_store_of_their_own"),
     Mutant("a full disk that ends in a traceback", "machinery/runs.py",
            "(OSError, SafetensorError))", "(KeyError,))",
            FULL_DISK),

@@ -78,6 +78,7 @@ def test_every_key_refuses_what_it_cannot_be_and_no_setting_can_be_changed():
     ("task.reward_weights={}", "at least 1"),
     ("training.k_best_of_n=[4,8]", "[G, G]"),
     ("training.k_best_of_n=[1,1]", "[G, G]"),
+    ("training.decay_steps=49", "training.max_steps=60"),  # The warm-up has 10.
     ("training.learning_type=sil", "[k, n]"),
 ])
 def test_a_mistake_is_named_with_what_to_write(argument, says):

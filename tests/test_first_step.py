@@ -85,9 +85,7 @@ def plain_change(model, trajectories, mask_truncated=False):
     as_meant = [change for change in rewarded if change > 0]
     as_meant += [change for change in punished if change < 0]
     moved = [change for change in rewarded + punished if abs(change) > 1e-6]
-    moved_as_meant = [change for change in as_meant if abs(change) > 1e-6]
     return {"moved": len(moved) / len(rewarded + punished),
-            "moved_as_meant": len(moved_as_meant) / len(moved),
             "change_as_meant": sum(map(abs, as_meant)) / sum(map(abs, rewarded + punished)),
             "change_rewarded": fmean(rewarded), "change_punished": fmean(punished)}
 
@@ -103,8 +101,8 @@ def test_the_change_of_log_pi_is_that_from_the_models_logits_before_and_after(ke
     expected = plain_change(model, trajectories, mask_truncated=keys.keys() >= MASK.keys())
     assert measured == pytest.approx(expected, **NEAR)
     # This batch tells the shares apart: none is 0 or 1, and all differ.
-    shares = [expected[name] for name in ("moved", "moved_as_meant", "change_as_meant")]
-    assert all(0.1 < share < 0.97 for share in shares) and len(set(shares)) == 3
+    shares = [expected[name] for name in ("moved", "change_as_meant")]
+    assert all(0.1 < share < 0.97 for share in shares) and len(set(shares)) == 2
 
 
 @pytest.mark.mathematics
@@ -253,8 +251,8 @@ def test_two_ranks_measure_the_whole_batch_also_where_one_has_nothing_to_learn_f
 
 HEALTHY = {
     "truncated": 0.1, "groups_without_signal": 0.3, "groups_all_solved": 0.1,
-    "groups_none_solved": 0.2, "reward/answer": 0.4, "reward/answer_std": 0.2,
-    "reward/format": 0.9, "reward/format_std": 0.0, "learned": 20, "non_finite": 0,
+    "groups_none_solved": 0.2, "reward/answer": 0.4, "reward_std/answer": 0.2,
+    "reward/format": 0.9, "reward_std/format": 0.0, "learned": 20, "non_finite": 0,
     "grad_norm": 0.5, "moved": 0.4, "change_rewarded": 0.004, "change_punished": -0.004,
     "change_as_meant": 0.8, "sampler_gap": 0.0}
 JUST = 1e-9
@@ -337,7 +335,7 @@ def test_a_step_without_anything_to_learn_or_without_numbers_is_not_called_healt
 # ---------------------------------------------------------------- first steps of real runs
 
 QUICK = ["training.num_samples_per_step=4", "training.max_new_gen_tokens=80",
-         "training.max_steps=1", "training.seed=7", "validation.best_of_n=1",
+         "training.max_steps=1", "training.seed=3", "validation.best_of_n=1",
          "data.num_validation=1", "data.max_rows=2000", "run.name=a"]
 # The metrics that the first four lines show, in their order.
 SHOWN = [

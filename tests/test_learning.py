@@ -325,7 +325,8 @@ def test_the_learning_rate_warms_up_and_then_stays_or_decays():
     assert rates([1, 2, 4, 5, 900], training__warmup_steps=4) == [0.25, 0.5, 1, 1, 1]
     # The last of the 4 + 8 steps still learns.
     decaying = rates([1, 4, 5, 6, 9, 12, 13, 900],
-                     training__warmup_steps=4, training__decay_steps=8)
+                     training__warmup_steps=4, training__decay_steps=8,
+                     training__max_steps=12)
     assert decaying == [0.25, 1, 1, 0.875, 0.5, 0.125, 0, 0]
 
 

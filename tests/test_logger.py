@@ -112,7 +112,7 @@ def test_mlflow_gets_the_files_and_the_run_says_where_to_find_it(resumed, mlflow
     monkeypatch.chdir(resumed.cwd)  # The files lie below it.
     files = {file.path for file in client.list_artifacts(run.info.run_id)}
 
-    assert files == set(logger.ARTIFACTS)
+    assert files == set(logger.FILES)
     uri = f"sqlite:///{resumed.cwd / 'mlflow.db'}"
     assert f"MLflow: run {run.info.run_id} at {uri}" in resumed.lines
 
@@ -238,7 +238,8 @@ def test_an_evaluation_is_a_line_and_some_answers_and_all_answers_are_kept(
     assert [sample["question"] for sample in samples] == [0, 0, 1, 1]
     assert samples[3] == {
         "step": 0, "question": 1, "prompt": "What is 1?", "completion": "it is 1", "solved": 1.0,
-        "reward": 1.5, "format": 1.0, "answer": 1.0, "truncated": True, "completion_length": 3}
+        "reward": 1.5, "reward_parts": {"format": 1.0, "answer": 1.0}, "truncated": True,
+        "completion_length": 3}
 
 
 @pytest.mark.parametrize(("at_step_2", "best_step"), [(0.25, 0), (0.5, 2)])

@@ -203,7 +203,7 @@ def test_best_is_an_adapter_that_loads_from_anywhere_and_that_peft_makes_a_plain
     assert ask.ask(["--model", str(best), "3", "7", "25", "=", "88"]) == 0
     assert capsys.readouterr().out.count("--- answer") == 4
     # But it is no model to train.
-    assert start([*SMALL, *LORA, f"run.dir={tmp_path}", f"model.name={best}"]) == 2
+    assert start([*SMALL, *LORA, f"run.dir={tmp_path}", "run.name=b", f"model.name={best}"]) == 2
     assert "cannot be loaded with" in capsys.readouterr().err
 
 

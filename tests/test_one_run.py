@@ -40,7 +40,7 @@ def write_run(folder, name="a", text="because", kinds=9, questions=5, steps=12, 
                 samples.append({
                     "step": step, "question": i // N, "prompt": f"What is {i // N} and one?",
                     "completion": f"{text} {stream.randrange(kinds)}", "solved": right,
-                    "reward": right + 0.1, "format": 1.0, "answer": right,
+                    "reward": right + 0.1, "reward_parts": {"format": 1.0, "answer": right},
                     "truncated": stream.random() < 0.2,
                     "completion_length": stream.randrange(1, 99)})
     checkpoint = path / "checkpoints" / f"step-{steps:06d}"
@@ -136,7 +136,7 @@ def test_every_answer_is_that_of_the_file_whatever_is_in_it(tmp_path):
         for sample in read_jsonl(folder / "samples.jsonl"):
             expected.setdefault((sample["step"], sample["prompt"]), []).append([
                 sample["completion"], sample["solved"], near(sample["reward"]),
-                [sample["format"], sample["answer"]], int(sample["truncated"]),
+                list(sample["reward_parts"].values()), int(sample["truncated"]),
                 sample["completion_length"]])
         found = {}
         for place, groups in own["answers"].items():

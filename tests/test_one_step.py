@@ -67,23 +67,19 @@ def measured_plainly(model, answers, temperature):
     return log_probs, entropies
 
 
-def four_numbers(changes: list[float], advantages: list[float]) -> list[float]:
-    moved, as_meant, rewarded, punished = [], 0.0, [], []
+def three_numbers(changes: list[float], advantages: list[float]) -> list[float]:
+    as_meant, rewarded, punished = 0.0, [], []
     for change, A in zip(changes, advantages, strict=True):
-        assert abs(abs(change) - MOVED) > MOVED / 10  # Rounding decides nothing here.
-        if abs(change) > MOVED:
-            moved.append(change * A > 0)
         if change * A > 0:
             as_meant += abs(change)
         (rewarded if A > 0 else punished).append(change)
     total = sum(abs(change) for change in changes)
-    return [fmean(moved), as_meant / total, fmean(rewarded),
-            fmean(punished) if punished else math.nan]
+    return [as_meant / total, fmean(rewarded), fmean(punished) if punished else math.nan]
 
 
 @pytest.mark.mathematics
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_change_and_the_four_numbers_equal_those_of_plain_loops(name, model_folder, one_rank):
+def test_all_changes_and_the_three_numbers_equal_those_of_plain_loops(name, model_folder, one_rank):
     """For every token of every answer, also of those that nothing is learned from."""
     run, answers, counted = run_with_answers(
         model_folder("qwen2"), **VARIANTS[name], training__learning_rate=1e-3,
@@ -103,7 +99,7 @@ def test_every_change_and_the_four_numbers_equal_those_of_plain_loops(name, mode
         if answer.advantage != 0 and not is_masked:
             changes += [new - old for old, new in zip(before[i], after[i])]
             advantages += answer.num_tokens * [answer.advantage]
-    expected = four_numbers(changes, advantages)
+    expected = three_numbers(changes, advantages)
     for key, value in zip(one_step.NUMBERS, expected):
         assert numbers[key] == pytest.approx(value, abs=BOUND, nan_ok=True)
     assert 0.01 < max(abs(change) for change in changes) < 5
@@ -115,7 +111,7 @@ def test_the_model_before_the_update_is_the_one_that_was_loaded(one_rank):
     """Also where weights decay. The update has the full learning rate, whatever the schedule."""
     run = one_step.prepare(make_config(
         **FEW, training__weight_decay=0.5, training__learning_rate=1e-4, training__warmup_steps=10,
-        training__decay_steps=5, training__num_samples_per_step=1))
+        training__decay_steps=50, training__num_samples_per_step=1))
     loaded, _ = main.load_model(run.config)
     for weight, own in zip(loaded.parameters(), run.model.parameters(), strict=True):
         assert torch.equal(weight, own)
@@ -196,7 +192,7 @@ def test_the_terminal_and_the_page_show_the_same_numbers(command):
 
 
 def test_masked_answers_are_not_learned_from(command):
-    code, _, err, data = command(*TASK, MASKED, "training.max_new_gen_tokens=48")
+    code, _, err, data = command(*TASK, MASKED, "training.max_new_gen_tokens=40")
 
     assert code == 0, err
     truncated = [answer["verdict"].startswith("truncated") for answer in data["answers"]]
@@ -313,7 +309,7 @@ def made_up_page(rewards, words=("went ",) * 5, text="it went") -> str:
         answer.before_entropies = torch.rand(answer.num_tokens)
         answer.after = answer.before + 0.1 * torch.randn(answer.num_tokens)
         answer.new_log_probs = answer.after
-    numbers = dict(zip(one_step.NUMBERS, (0.5125, 0.75, 0.25, None)))
+    numbers = dict(zip(one_step.NUMBERS, (0.75, 0.25, None)))
     html = one_step.page(run, answers, numbers, [(text, answers)], text)
     assert len(html.encode()) <= 300_000
     return html
@@ -375,7 +371,7 @@ def test_the_page_opens_without_a_message_and_whatever_is_written_is_text(tmp_pa
         assert shown in browser.texts("#again pre") and shown in browser.texts(".head")[0]
         tokens = "".join(browser.texts(".answer:first-child .token"))
         assert tokens == shown
-        assert browser.texts("#numbers b") == ["51.2 %", "75.0 %", "+0.2500", "none"]
+        assert browser.texts("#numbers b") == ["75.0 %", "+0.2500", "none"]
         assert "A +0.594" in browser.texts(".head span")
         check_variants(browser, data, rewards)
         assert browser.run("return document.title") == "One step, token by token"

@@ -1,5 +1,6 @@
 """A run that is interrupted, by whatever it is, ends as the one that is not: tolerance 0."""
 
+import json
 import os
 import random
 import shutil
@@ -14,11 +15,13 @@ from conftest import (
     interrupted,
     outcome,
     read_jsonl,
+    run_without_curves,
     start,
     uninterrupted,
 )
 from processes import ranks
 
+import main
 from machinery import on_ctrl_c
 from machinery.runs import numbered_folders
 
@@ -148,12 +151,31 @@ def test_a_damaged_checkpoint_does_not_pass_for_a_whole_one(name, copied, tmp_pa
     assert said.count(str(path.parent)) == said.count("error: ") == said.count("\n") == 4
 
 
-def test_a_best_model_that_is_gone_is_made_by_the_next_evaluation(copied, tmp_path):
-    shutil.rmtree((copied / "best").resolve())
+# ---------------------------------------------------------------- the best model
 
-    assert start([*SMALL, *STEPS, *ONE_RANK, f"run.dir={tmp_path}", "training.max_steps=4"]) == 0
+def evaluate_as(qualities: str, folder: str, more: str):
+    """Each evaluation finds these values of best_of_n. Step 3 is the last, and is not saved."""
+    values = iter(json.loads(qualities))
+    in_truth = main.evaluation_metrics
+    main.evaluation_metrics = lambda *of: {**in_truth(*of), "eval/best_of_n": next(values)}
+    run_without_curves(*SMALL, f"run.dir={folder}", "training.max_steps=4", "validation.every=1",
+                       "checkpoint.every=2", *json.loads(more))
 
-    assert (copied / "best").resolve().name == "best-000004"
+
+def test_best_is_never_of_a_step_that_was_undone(tmp_path):
+    """Step 3 is the best, and is not saved. After the kill it comes out worse, because other
+    samples are drawn."""
+    folder = tmp_path / "a"
+    ranks(1, evaluate_as, "[0.1, 0.2, 0.3, 0.9]", str(tmp_path), "[]")  # It fails in step 4.
+    assert (folder / "best").resolve().name == "best-000003"
+
+    result = ranks(1, evaluate_as, "[0.15, 0.25]", str(tmp_path), '["sampling.max_rows=3"]')
+
+    assert result.returncode == 0, result.stderr
+    summary = json.loads((folder / "summary.json").read_text())
+    training = json.loads((folder / "best" / "training.json").read_text())
+    assert summary["best"]["step"] == training["step"] == 2
+    assert summary["best"]["eval/best_of_n"] == training["eval/best_of_n"] == 0.3
 
 
 def test_a_users_own_folders_are_not_taken_for_ours(tmp_path):
