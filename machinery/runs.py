@@ -144,7 +144,7 @@ class RunFolder:
         """Saves all that resuming needs. Random numbers have no state. Collective."""
         parts = gathered(state_tensors(model, optimizer, state["step"]), BYTES_OF_A_FILE)
         if RANK != 0:
-            list(parts)  # There are no parts on this rank, but it helps to gather them.
+            list(parts)  # This rank gets no parts, but takes part in gathering them.
             return
         with self.writing():
             with appearing(self.path / "checkpoints" / f"step-{state['step']:06d}") as folder:
@@ -205,7 +205,7 @@ class RunFolder:
 def state_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, step: int
 ) -> dict[str, torch.Tensor]:
-    """Returns the weights that learn, and the optimizer state of each, like "lm_head/exp_avg". At
+    """Returns the weights that learn, and the optimizer state of each, as "norm.weight/exp_avg". At
     step 0 it returns nothing, because all of that is as a start makes it."""
     tensors = {}
     if step == 0:
@@ -264,13 +264,13 @@ def numbered_folders(parent: Path, word: str) -> list[Path]:
 
 
 def newest_checkpoint(run_folder: Path) -> Path | None:
-    """Returns None if the folder is new."""
+    """Returns None for a new folder. One with files but without a checkpoint is refused."""
     checkpoints = numbered_folders(run_folder / "checkpoints", "step")
     if checkpoints:
         return checkpoints[0]
-    for name in (*FILES, "best"):
-        if (run_folder / name).exists():
-            raise UserError(f"{run_folder} has {name}, but no checkpoint to resume from: set "
+    for path in (*[run_folder / name for name in FILES], *numbered_folders(run_folder, "best")):
+        if path.exists() and path.stat().st_size > 0:  # Saving step 0 begins with empty files.
+            raise UserError(f"{run_folder} has {path.name}, but no checkpoint to resume from: set "
                             "run.name to begin anew")
     return None
 
