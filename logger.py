@@ -80,7 +80,8 @@ class Logger:
         settings["run"]["name"] = self.path.name
         self.folder.write("config.yaml", yaml.safe_dump(settings, sort_keys=False))
         (self.path / "summary.json").unlink(missing_ok=True)  # Of an earlier start.
-        self.history = self.folder.read("metrics.jsonl")
+        lines = (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        self.history = [json.loads(line) for line in lines]
         if self.folder.checkpoint:
             print(f"resuming from {self.folder.checkpoint}")
             if step >= self.config.training.max_steps:

@@ -94,9 +94,8 @@ class Trajectory:
 @dataclass
 class Run:
     """What the functions below share. A checkpoint holds the weights of `model`, the `optimizer`,
-    `step`, `best` and `last_evaluation`, which are all that a step changes.
-
-    By default `model`, `sampler` and `policy` share their weights. `prepare` names exceptions."""
+    `step`, `best` and `last_evaluation`, which are all that a step changes. By default `model`,
+    `sampler` and `policy` share their weights. `prepare` names exceptions."""
 
     config: Config
     folder: RunFolder
@@ -285,7 +284,6 @@ def policy_gradient(
     # Gradients of micro-batches add up on their rank. Each rank shares its sum once, in its last
     # backward pass. If a rank has nothing to learn, `split_into_micro_batches` makes up an answer
     # without tokens, so that it can take part. Its loss is an empty sum, with the gradient 0.
-    # (Sharded shares all passes. So all ranks make equally many, and its `no_sync` does nothing.)
     micro_batches = split_into_micro_batches(learned, training)
     for batch in run.log.progress(micro_batches):
         is_last = batch is micro_batches[-1]
@@ -418,9 +416,8 @@ def evaluate(run: Run) -> list[list[Trajectory]] | None:
 def evaluate_and_keep_best(run: Run) -> None:
     """Evaluates the model, and saves it if it is the best so far. Collective.
 
-    "eval/solved" is the share of answers that are right. "eval/best_of_n" is the share of questions
-    whose answer with the highest reward is right. The best model has the highest best_of_n, and
-    among equals the highest solved."""
+    "eval/solved" is the share of right answers. "eval/best_of_n" is the share of questions whose
+    answer with the highest reward is right. The best model is best in this, and next in solved."""
     groups = evaluate(run)
     run.last_evaluation = run.step
     if groups is None:
@@ -440,19 +437,22 @@ def train(run: Run) -> None:
     """Trains to the last step. A run that is killed at any time resumes after the newest step that
     was saved, and repeats what came after it. Collective."""
     training = run.config.training
-    is_new = run.last_evaluation is None
-    is_over = run.step >= training.max_steps  # A run that resumes may be over.
-    if is_new or (is_over and run.last_evaluation != run.step):
+    if run.step in (0, training.max_steps) and run.last_evaluation != run.step:
         evaluate_and_keep_best(run)
+        save(run)
     num_skipped = 0  # steps in a row with a gradient that is not finite
     while run.step < training.max_steps:
         update = training_step(run)
         num_skipped = count_skipped(num_skipped, update, run.step)  # Five in a row end the run.
         if is_due(run.step, run.config.checkpoint.every, run.config):
-            with run.log.phase("save"):
-                check_weights(run.model, run.sampler, run.step)  # It ends the run if ranks differ.
-                run.folder.save(run.model, run.optimizer, step=run.step, best=run.best,
-                                last_evaluation=run.last_evaluation)  # Rank 0 writes it.
+            save(run)
+
+
+def save(run: Run) -> None:
+    with run.log.phase("save"):
+        check_weights(run.model, run.sampler, run.step)  # It ends the run if ranks differ.
+        run.folder.save(run.model, run.optimizer, step=run.step, best=run.best,
+                        last_evaluation=run.last_evaluation)  # Rank 0 writes it.
 
 
 def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:

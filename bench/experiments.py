@@ -98,7 +98,7 @@ SOLVED, HARDEST = "solved", "solved of the hardest"
 WRONG, ENTROPY = "characters of wrong answers", "entropy"
 # Those that an evaluation measures, and what it calls them.
 METRICS = {"step": "step", SOLVED: "eval/solved", "answer length": "eval/completion_length",
-           "truncated": "eval/truncated", "format": "eval/format"}
+           "truncated": "eval/truncated", "format": "eval/reward/format"}
 
 
 @dataclass(frozen=True)

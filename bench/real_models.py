@@ -102,7 +102,8 @@ def chosen(entry: dict, names: list[str]) -> dict:
     found = {}
     for name in names:
         value = entry.get(name)
-        found[name.removeprefix("eval/")] = round(value, 4) if isinstance(value, float) else value
+        short = name.removeprefix("eval/").removeprefix("reward/")
+        found[short] = round(value, 4) if isinstance(value, float) else value
     return found
 
 
@@ -164,14 +165,14 @@ def ask(name: str, task: str, dataset: str, questions: int, answers: int,
     [evaluation] = read_lines(folder / "metrics.jsonl")
     shutil.rmtree(folder)  # It holds a copy of the model.
     return chosen(evaluation, [
-        "eval/strict", "eval/solved_low", "eval/solved_high", "eval/lenient", "eval/generous",
-        f"eval/pass_at_{answers}", "eval/truncated", "eval/completion_length"])
+        "eval/reward/strict", "eval/solved_low", "eval/solved_high", "eval/reward/lenient",
+        "eval/reward/generous", f"eval/pass_at_{answers}", "eval/truncated",
+        "eval/completion_length"])
 
 
 def transfer(options: argparse.Namespace) -> None:
     after = ROOT / RUNS / f"a-{options.seed}" / "best"
     for which, model in (("before", options.model), (f"after {options.seed}", after)):
-        # The seed decides which sums were held out.
         keys = ["--config", RECIPES["a"], f"training.seed={options.seed}", *options.keys]
         if model:
             keys.append(f"model.name={model}")

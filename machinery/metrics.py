@@ -76,8 +76,7 @@ def update_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
 
 
 def count_skipped(num_skipped: int, update: dict[str, float], step: int) -> int:
-    """Returns how many steps in a row were skipped because the gradient was not finite. Too many
-    end the run, because it would continue without learning anything."""
+    """Returns how many steps in a row had a gradient that is not finite. Too many end the run."""
     if not update["non_finite"]:
         return 0
     num_skipped += 1
@@ -127,9 +126,10 @@ def sampling_metrics(
 ) -> dict[str, float]:
     """Returns means over the step's questions or answers, of all ranks. Collective."""
     answers = flat(groups)
+    rewards = [[answer.reward for answer in group] for group in groups]
     means = {
-        "reward": fmean(rewards_of(answers)),
-        "reward_std": fmean(pstdev(rewards_of(group)) for group in groups),
+        "reward": fmean(answer.reward for answer in answers),
+        "reward_std": fmean(pstdev(rewards_of_group) for rewards_of_group in rewards),
     }
     for part in task.REWARD_WEIGHTS:
         means[f"reward/{part}"] = fmean(parts_of(answers, part))
@@ -138,7 +138,6 @@ def sampling_metrics(
     means["solved"] = fmean(parts_of(answers, task.SOLVED))
     means["groups_all_solved"] = fmean(min(parts) >= 1 for parts in solved)
     means["groups_none_solved"] = fmean(max(parts) <= 0 for parts in solved)
-    rewards = [rewards_of(group) for group in groups]
     means["groups_without_signal"] = fmean(min(values) == max(values) for values in rewards)
     means["completion_length"] = fmean(answer.num_tokens for answer in answers)
     means["truncated"] = fmean(answer.is_truncated for answer in answers)
@@ -228,10 +227,6 @@ def flat(groups: list[list]) -> list:
     return [answer for group in groups for answer in group]
 
 
-def rewards_of(answers: list) -> list[float]:
-    return [answer.reward for answer in answers]
-
-
 def parts_of(answers: list, part: str) -> list[float]:
     return [answer.reward_parts[part] for answer in answers]
 
@@ -257,7 +252,7 @@ def evaluation_metrics(groups: list[list], task: Task) -> dict[str, float]:
     metrics |= solved_by_kind(groups, solved)
     for part in task.REWARD_WEIGHTS:
         metrics[f"eval/reward/{part}"] = fmean(parts_of(answers, part))
-    metrics["eval/reward"] = fmean(rewards_of(answers))
+    metrics["eval/reward"] = fmean(answer.reward for answer in answers)
     metrics["eval/completion_length"] = fmean(answer.num_tokens for answer in answers)
     metrics["eval/truncated"] = fmean(answer.is_truncated for answer in answers)
     return metrics

@@ -19,7 +19,6 @@ from machinery.sharding import unsharded
 
 # ---------------------------------------------------------------- loading
 
-
 def load_model(config: Config) -> tuple[Any, Any]:
     """Returns the model, on this rank's device, and its tokenizer."""
     transformers.utils.logging.disable_progress_bar()

@@ -55,7 +55,7 @@ class RunFolder:
                 self.checkpoint = newest_checkpoint(self.path)
                 if self.checkpoint is not None:
                     self.state = read_state(self.checkpoint)
-                    refuse_other_experiment(self.checkpoint, self.state["experiment"], self.config)
+                    refuse_other_experiment(self.checkpoint, self.state, self.config)
         self.checkpoint, self.state = gather((self.checkpoint, self.state))[0]
         self.started -= self.state.get("seconds", 0)
         return self
@@ -95,11 +95,6 @@ class RunFolder:
         """Adds records to a file of the run, each as one line of JSON."""
         with self.writing(), open(self.path / name, "a", encoding="utf-8") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
-
-    def read(self, name: str) -> list[dict]:
-        """Returns the records that `append` has written to a file."""
-        text = (self.path / name).read_text(encoding="utf-8")
-        return [json.loads(line) for line in text.splitlines()]
 
     def cut_growing_files(self, sizes: dict[str, int]) -> None:
         """Cuts off what was written after the checkpoint, when they had these sizes."""
@@ -146,17 +141,26 @@ class RunFolder:
         if RANK != 0:
             list(parts)  # This rank gets no parts, but takes part in gathering them.
             return
+        path = self.path / "checkpoints" / f"step-{state['step']:06d}"
         with self.writing():
-            with appearing(self.path / "checkpoints" / f"step-{state['step']:06d}") as folder:
-                for number, part in enumerate(parts, start=1):
-                    save_file(part, folder / f"tensors-{number}.safetensors")
-                state |= {
-                    "best_model": self.best_model,
-                    "experiment": experiment(self.config),
-                    "seconds": self.seconds(),
-                    "bytes": self.sync_growing_files(),
-                }
-                (folder / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+            text = json.dumps(indent=1, obj={
+                **state,
+                "best_model": self.best_model,
+                "experiment": experiment(self.config),
+                "seconds": self.seconds(),
+                "bytes": self.sync_growing_files(),
+            })
+            if path.exists():  # This step was saved, and then evaluated.
+                list(parts)
+                unfinished = path / "state.unfinished"
+                unfinished.write_text(text, encoding="utf-8")
+                sync_to_disk(unfinished)
+                unfinished.replace(path / "state.json")
+            else:
+                with appearing(path) as folder:
+                    for number, part in enumerate(parts, start=1):
+                        save_file(part, folder / f"tensors-{number}.safetensors")
+                    (folder / "state.json").write_text(text, encoding="utf-8")
             self.delete_superseded()
 
     def delete_superseded(self) -> None:
@@ -191,6 +195,8 @@ class RunFolder:
         """Points the link best to a model of this folder, or takes it away."""
         self.best_model = name
         link = self.path / "best"
+        if link.exists() and not link.is_symlink():  # In a copy it may be a folder.
+            link.rename(self.path / "best-copied")
         if name is None:
             link.unlink(missing_ok=True)
             return
@@ -242,12 +248,11 @@ def checksum(model: nn.Module, sampler: nn.Module) -> int:
     return total
 
 
-def refuse_other_experiment(checkpoint: Path, then: dict[str, Any], config: Config) -> None:
+def refuse_other_experiment(checkpoint: Path, state: dict[str, Any], config: Config) -> None:
+    then = state.get("experiment", {})
     now = experiment(config)
-    changes = []
-    for key in sorted(then.keys() | now.keys()):
-        if then.get(key) != now.get(key):
-            changes.append(f"{key}: {then.get(key)} -> {now.get(key)}")
+    different = [key for key in then.keys() | now.keys() if then.get(key) != now.get(key)]
+    changes = [f"{key}: {then.get(key)} -> {now.get(key)}" for key in sorted(different)]
     if changes:
         raise UserError(f"{checkpoint} is of another experiment ({'; '.join(changes)}): set "
                         "run.name to begin anew")
@@ -268,7 +273,8 @@ def newest_checkpoint(run_folder: Path) -> Path | None:
     checkpoints = numbered_folders(run_folder / "checkpoints", "step")
     if checkpoints:
         return checkpoints[0]
-    for path in (*[run_folder / name for name in FILES], *numbered_folders(run_folder, "best")):
+    files = [run_folder / name for name in (*FILES, "best")]
+    for path in [*files, *numbered_folders(run_folder, "best")]:
         if path.exists() and path.stat().st_size > 0:  # Saving step 0 begins with empty files.
             raise UserError(f"{run_folder} has {path.name}, but no checkpoint to resume from: set "
                             "run.name to begin anew")

@@ -87,7 +87,7 @@ def split(rows: list[dict], config: Config) -> tuple[list[dict], list[dict]]:
     If the data grow, a problem may leave them, but none comes in that was trained on before."""
     rows_by_problem: dict[str, list[dict]] = {}
     for row in rows:
-        problem = json.dumps(row.get("problem", row["prompt"]))
+        problem = json.dumps(row.get("problem", row["prompt"]), sort_keys=True)
         rows_by_problem.setdefault(problem, []).append(row)
     problems = sorted(rows_by_problem, key=lambda text: sha256(text.encode()).digest())
     num_validation = config.data.num_validation

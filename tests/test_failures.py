@@ -19,6 +19,7 @@ from conftest import (
     make_config,
     make_model,
     outcome,
+    read_jsonl,
     run_main,
     run_without_curves,
     start,
@@ -141,15 +142,19 @@ def test_under_torchrun_a_mistake_is_said_once_and_again_in_torchruns_report(tmp
 
 # ---------------------------------------------------------------- the folder of a run
 
-def test_a_run_that_has_finished_says_so_and_takes_more_steps(tmp_path, capsys):
+def test_a_run_that_has_finished_says_so_and_takes_more_steps(tmp_path, capsys, monkeypatch):
     settings = [*TINY, f"run.dir={tmp_path}"]
-    assert start([*settings, "training.max_steps=1"]) == 0
-
-    assert start([*settings, "training.max_steps=1"]) == 0
-    assert "this run has finished" in capsys.readouterr().out
+    for max_steps in (0, 1):
+        assert start([*settings, f"training.max_steps={max_steps}"]) == 0
+        with monkeypatch.context() as patch:  # It is never begun anew, and not evaluated again.
+            patch.delattr(main, "evaluate")
+            capsys.readouterr()
+            assert start([*settings, f"training.max_steps={max_steps}"]) == 0
+        assert "this run has finished" in capsys.readouterr().out
 
     assert start([*settings, "training.max_steps=2", "validation.every=3"]) == 0
-    assert [step["step"] for step in training_steps(tmp_path / "a")] == [1, 2]
+    lines = [line["step"] for line in read_jsonl(tmp_path / "a" / "metrics.jsonl")]
+    assert lines == [0, 1, 1, 2, 2]
 
 
 def test_another_experiment_in_the_same_folder_is_refused_with_the_keys_that_differ(
