@@ -311,7 +311,7 @@ def evaluation_line(step: int, best_of_n: int, metrics: dict[str, float]) -> str
 
 
 def with_interval(metrics: dict[str, float], name: str) -> str:
-    """Returns a metric with its 95 % interval, like 0.396 (0.356–0.438)."""
+    """Returns a metric with its 95 % interval, like 0.388 (0.351–0.425)."""
     low = metrics[f"{name}_low"]
     high = metrics[f"{name}_high"]
     return f"{metrics[name]:.3f} ({low:.3f}–{high:.3f})"
