@@ -28,7 +28,7 @@ from machinery.ranks import DEVICE, RANK, errors_on_all_ranks, gather
 from machinery.settings import Config, default_run_name, experiment
 from machinery.sharding import fill, gathered
 
-NEW = {"step": 0, "best": [-1.0, -1.0], "last_evaluation": None}  # Every evaluation is better.
+NEW = {"step": 0, "best": [-1.0, -1.0], "last_evaluation": None}  # No evaluation is worse.
 GROWING_FILES = ("metrics.jsonl", "samples.jsonl")
 FILES = ("config.yaml", *GROWING_FILES, "curves.png", "summary.json")
 KEPT_CHECKPOINTS = 2
@@ -97,7 +97,7 @@ class RunFolder:
             file.writelines(json.dumps(record) + "\n" for record in records)
 
     def cut_growing_files(self, sizes: dict[str, int]) -> None:
-        """Cuts off what was written after the checkpoint, when they had these sizes."""
+        """Cuts the files that grow to the sizes that they had at the checkpoint."""
         for name in GROWING_FILES:
             with open(self.path / name, "ab") as file:
                 if file.tell() < sizes[name]:
@@ -106,7 +106,7 @@ class RunFolder:
                 file.truncate(sizes[name])
 
     def sync_growing_files(self) -> dict[str, int]:
-        """Returns how long the files are that grow, once so much of them is on the disk."""
+        """Returns the sizes of the files that grow. So much of them is on the disk then."""
         sizes = {}
         for name in GROWING_FILES:
             with open(self.path / name, "ab") as file:
@@ -117,7 +117,7 @@ class RunFolder:
     # ------------------------------------------------------------ checkpoints
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Restores weights and optimizer. Returns step, best and last_evaluation. Collective."""
+        """Restores a run, or saves step 0 of a new one. Returns what NEW names. Collective."""
         if self.checkpoint is None:
             self.save(model, optimizer, **NEW)
             return NEW
@@ -143,13 +143,13 @@ class RunFolder:
             return
         path = self.path / "checkpoints" / f"step-{state['step']:06d}"
         with self.writing():
-            text = json.dumps(indent=1, obj={
-                **state,
+            state |= {
                 "best_model": self.best_model,
                 "experiment": experiment(self.config),
                 "seconds": self.seconds(),
                 "bytes": self.sync_growing_files(),
-            })
+            }
+            text = json.dumps(state, indent=1)
             if path.exists():  # This step was saved, and then evaluated.
                 list(parts)
                 unfinished = path / "state.unfinished"
