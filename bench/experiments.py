@@ -212,8 +212,8 @@ def of_evaluation(entry: dict, groups: list[list[dict]], entropies: list[float])
     wrong = []
     right = ""
     for group in groups:
-        wrong += [len(sample["completion"]) for sample in group if not sample["answer"]]
-        right += str(int(sum(sample["answer"] for sample in group)))
+        wrong += [len(sample["completion"]) for sample in group if not sample["solved"]]
+        right += str(int(sum(sample["solved"] for sample in group)))
     found = {name: round(entry[key], 4) for name, key in METRICS.items()}
     found[ENTROPY] = round(statistics.fmean(entropies), 4) if entropies else None
     found[WRONG] = round(statistics.fmean(wrong or [0]), 1)
