@@ -5,8 +5,6 @@
     .venv/bin/python bench/estimators.py --config recipes/lab.yaml \\
             --model before=tiny/lab/model --model after=runs/<name>/best
         the lab model before and after its training, in tables
-    .venv/bin/python bench/estimators.py --arrows docs/estimators-arrows.png
-        only the picture of what bias and noise are; nothing is measured
 
 With one update a batch, every estimator is a weighted sum of gradients of log pi, one for each
 answer. So one pool of answers with their gradients serves them all. The weights come from main.py's
@@ -33,7 +31,6 @@ import harness
 import kept
 from harness import ROOT, load_config, main, torch
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from tqdm import tqdm
 
 from machinery.errors import UserError
@@ -50,8 +47,6 @@ LOST = [None, None]  # A figure of which only noise is known.
 MODEL_COLOURS = ["#fcd34d", "#ea580c", "#7c2d12"]  # of the bars
 RUN_COLOUR, GREY = "#1d4ed8", "#525252"
 DASHED = {"color": GREY, "linestyle": "--", "linewidth": 1, "zorder": 0.5}  # behind the bars
-ARROWS = {"true gradient": ("#15803d", 4), "mean of many batches": ("#1d4ed8", 3),
-          "one batch": ("#f97316", 1)}  # {what it is: its colour and its width}
 DPI = 160
 # Whose bars are drawn.
 SHOWN = ["divided by the answer length", "truncated answers masked", "format pays 0.0",
@@ -672,48 +667,6 @@ def draw_runs(axes, ends: dict[str, list[float]], names: list[str]) -> None:
     axes.set_xlim(0, 0.5)
 
 
-def draw_bias_and_noise(path: Path) -> None:
-    """Draws what the two words mean. The arrows are invented."""
-    figure = Figure(figsize=(6, 4), layout="constrained", facecolor="white")
-    noisy, biased = figure.subplots(1, 2)
-    noisy.set_title("Much noise, no bias:\nmore answers help", fontsize=12)
-    biased.set_title("Much bias, little noise:\nmore answers do not", fontsize=12)
-    draw_arrows(noisy, [-108, -82, -55, -28, 30, 57, 85, 112], "noise", arc=(-108, 112, 1.1))
-    draw_arrows(biased, [38, 42, 46, 54, 58, 62], "bias", arc=(0, 50, 0.6))
-    lines = [Line2D([], [], color=colour, linewidth=width, label=label)
-             for label, (colour, width) in ARROWS.items()]
-    figure.legend(handles=lines, loc="outside lower center", ncols=2, fontsize=12, frameon=False)
-    figure.savefig(path, dpi=DPI)
-
-
-def draw_arrows(axes, degrees: list[float], label: str, arc: tuple[int, int, float]) -> None:
-    """Draws the truth to the right, batches at these angles to it, and the mean of these batches.
-    The arc, from one angle to another at a radius, shows what the label means."""
-    ends = [at_angle(angle) for angle in degrees]
-    xs, ys = zip(*ends)
-    for end in ends:
-        draw_arrow(axes, "one batch", end)
-    draw_arrow(axes, "true gradient", (1.0, 0.0))
-    draw_arrow(axes, "mean of many batches", (fmean(xs), fmean(ys)))
-    first, last, radius = arc
-    xs, ys = zip(*[at_angle(angle, radius) for angle in range(first, last + 1)])
-    axes.plot(xs, ys, color="#171717")
-    axes.text(*at_angle(12, radius + 0.08), label, fontsize=12)
-    axes.set(xlim=(-0.5, 1.6), ylim=(-1.15, 1.15), aspect="equal")
-    axes.axis("off")
-
-
-def draw_arrow(axes, what: str, end: tuple[float, float]) -> None:
-    colour, width = ARROWS[what]
-    style = {"arrowstyle": "-|>", "color": colour, "linewidth": width, "shrinkA": 0, "shrinkB": 0}
-    axes.annotate("", end, (0, 0), arrowprops=style)
-
-
-def at_angle(degrees: float, length: float = 1.0) -> tuple[float, float]:
-    radians = math.radians(degrees)
-    return length * math.cos(radians), length * math.sin(radians)
-
-
 # ---------------------------------------------------------------- the command
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -727,7 +680,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, default=ROOT / "runs" / "estimators.json",
                         help="what it holds under a NAME is not measured again")
     parser.add_argument("--picture", type=Path, help="where the bars are drawn")
-    parser.add_argument("--arrows", type=Path, help="draw bias and noise there, measure nothing")
     parser.add_argument("--runs", type=Path, help="what bench/experiments.py keeps, to set beside")
     parser.add_argument("keys", nargs="*", help="section.key=value")
     options = parser.parse_intermixed_args(arguments)
@@ -758,9 +710,6 @@ def config_of(folder: str, options: argparse.Namespace) -> tuple:
 
 def command(arguments: list[str]) -> int:
     options = parse(arguments)
-    if options.arrows:
-        draw_bias_and_noise(options.arrows)
-        return 0
     known = kept.read(options.data)
     models = {}
     try:

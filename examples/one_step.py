@@ -334,7 +334,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 def check_options(options: argparse.Namespace) -> None:
     if (options.model / "adapter_config.json").exists():
         raise UserError(f"{options.model} holds adapters: make a plain model of them first, as "
-                        "docs/running.md says under The trained model")
+                        "docs/models.md says under After LoRA")
     if options.all is not None and (options.all < 1 or options.question):
         raise UserError("--all N averages over N >= 1 questions of the training set")
 

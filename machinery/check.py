@@ -46,7 +46,7 @@ def check_model(
                 raise UserError(
                     f"{name} cannot be trained here: {what} differ from its own forward pass by "
                     f"{difference:.2g} in the mean, and {allowed:.2g} is allowed for rounding "
-                    "(docs/running.md#models)")
+                    "(docs/models.md#which-models-work)")
 
 
 def split_text(text: list[int]) -> tuple[list[int], list[int]]:

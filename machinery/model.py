@@ -27,7 +27,7 @@ def load_model(config: Config) -> tuple[Any, Any]:
     with as_user_error(
             f"model.name={name!r} cannot be loaded with "
             f"model.attention={config.model.attention!r}; give a folder with a model and its "
-            "tokenizer, or a hub id within reach (docs/running.md#models)"):
+            "tokenizer, or a hub id within reach (docs/models.md#which-models-work)"):
         # With trust_remote_code=None the library would ask, and wait for an answer.
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         model, loading_info = load_weights(name, config)

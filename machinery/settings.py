@@ -204,7 +204,7 @@ def check_values(values: dict[str, Any]) -> Config:
         raise UserError(
             f"training.max_steps={training.max_steps}: with training.decay_steps="
             f"{training.decay_steps} the learning rate is 0 from step {last + 1} on. Write at most "
-            f"{last}, or raise training.decay_steps (docs/running.md#which-settings-may-change)")
+            f"{last}, or raise training.decay_steps (docs/running.md#stop-and-resume)")
     return config
 
 

@@ -1,5 +1,5 @@
 """Which architectures are right here? Tries tiny random models of all that transformers knows, and
-writes the lists of docs/running.md.
+writes the lists of docs/models.md.
 
     .venv/bin/python tests/architectures.py            all of them, which writes the page, too
     .venv/bin/python tests/architectures.py lfm2 opt   these alone
@@ -180,7 +180,7 @@ def learned_gradient(model) -> torch.Tensor:
 # ---------------------------------------------------------------- the page
 
 def lists(findings: list[Finding]) -> str:
-    """The part of docs/running.md that this file makes."""
+    """The part of docs/models.md that this file makes."""
     right = [finding for finding in findings if not finding.refusal]
     shared = [finding.name for finding in right if not finding.has_own_prompts]
     own = [finding.name for finding in right if finding.has_own_prompts]
@@ -199,7 +199,7 @@ def lists(findings: list[Finding]) -> str:
 
 
 def write_page(text: str) -> None:
-    page = ROOT / "docs" / "running.md"
+    page = ROOT / "docs" / "models.md"
     before, rest = page.read_text().split(FIRST_LINE)
     _, after = rest.split(LAST_LINE)
     page.write_text(f"{before}{FIRST_LINE}\n{text}\n{LAST_LINE}{after}")

@@ -173,7 +173,7 @@ def test_the_gradient_is_the_same_on_any_number_of_ranks(tmp_path):
 
 def test_the_kl_penalties_estimate_what_the_page_says():
     """The means are over all answers, weighted by their probability."""
-    page = (ROOT / "docs" / "coming-from.md").read_text()
+    page = (ROOT / "docs" / "loss.md").read_text()
     for length, name in ((1, "one token"), (4, "up to four")):
         row = measured(L=length, distance=0.3)
         assert row["probability"] == pytest.approx(1, abs=1e-12)

@@ -165,8 +165,8 @@ def test_answers_are_sampled_through_the_adapters():
 # ---------------------------------------------------------------- what is left
 
 def plain_model_of(best, folder):
-    """What the lines of docs/running.md make of adapters, loaded as any other model."""
-    page = (ROOT / "docs" / "running.md").read_text()
+    """What the lines of docs/models.md make of adapters, loaded as any other model."""
+    page = (ROOT / "docs" / "models.md").read_text()
     lines = re.search(r"```python\n(from peft .*?)```", page, re.DOTALL)[1]
     for shown, meant in (("runs/<name>/best", best), ("merged", folder)):
         assert lines.count(f'"{shown}"') == 2
