@@ -183,7 +183,8 @@ def record_of(run: str, seed: int, options: argparse.Namespace) -> dict:
     curve, entropies = [], []
     for entry in read_jsonl(ROOT / summary["folder"] / "metrics.jsonl"):
         if "reward" in entry:  # a step, and no evaluation
-            entropies.append(entry["entropy"])
+            if entry["updated"]:  # Otherwise nothing was learned from, and it has no entropy.
+                entropies.append(entry["entropy"])
         else:
             groups = samples[entry["step"]]
             curve.append(of_evaluation(entry, groups, entropies))

@@ -2,7 +2,8 @@
 
     .venv/bin/torchrun --nproc-per-node=2 bench/variants.py punished --config recipes/lab.yaml
 
-- sgd: SGD takes the place of AdamW. No checkpoint is saved, because main.py's hold AdamW's state.
+- sgd: SGD takes the place of AdamW. Only step 0 is saved, because other checkpoints hold AdamW's
+  state.
 - rewarded, punished: only positive, or only negative, advantages count."""
 
 import sys
@@ -21,7 +22,13 @@ plain_advantages = main.compute_advantages
 
 def sgd() -> None:
     torch.optim.AdamW = lambda parameters, lr, **unused: torch.optim.SGD(parameters, lr)
-    RunFolder.save = lambda folder, *models, **state: None
+    save = RunFolder.save
+
+    def save_step_0(folder, *models, step, **state):
+        if step == 0:
+            save(folder, *models, step=step, **state)
+
+    RunFolder.save = save_step_0
 
 
 def only(sign: int) -> None:
