@@ -162,7 +162,7 @@ class Logger:
     def how_it_was_made(self, step: int, metrics: dict[str, float]) -> dict[str, Any]:
         """Returns the settings, this evaluation, and the one before training."""
         evaluation = {"step": step, **metrics}
-        before_training = [*self.history, evaluation][0]
+        before_training = self.history[0] if self.history else evaluation
         return {**evaluation, "before_training": before_training,
                 "settings": self.config.model_dump(mode="json")}
 

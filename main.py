@@ -417,13 +417,13 @@ def evaluate_and_keep_best(run: Run) -> None:
     """Evaluates the model, and saves it if it is the best so far. Collective.
 
     "eval/solved" is the share of right answers. "eval/best_of_n" is the share of questions whose
-    answer with the highest reward is right. The best model is best in this, and next in solved."""
+    answer with the highest reward is right."""
     groups = evaluate(run)
     run.last_evaluation = run.step
     if groups is None:
         return  # Rank 0 alone does the rest. It saves the sampler, which is never sharded.
     metrics = evaluation_metrics(groups, run.task)
-    quality = [metrics["eval/best_of_n"], metrics["eval/solved"]]
+    quality = [metrics["eval/best_of_n"], metrics["eval/solved"]]  # compared in this order
     if quality > run.best:
         run.best = quality
         run.folder.save_best(run.sampler, run.model.generation_config, run.tokenizer,
@@ -434,8 +434,7 @@ def evaluate_and_keep_best(run: Run) -> None:
 # ---------------------------------------------------------------- the training loop
 
 def train(run: Run) -> None:
-    """Trains to the last step. A run that is killed at any time resumes after the newest step that
-    was saved, and repeats what came after it. Collective."""
+    """Trains to the last step. A killed run resumes after the newest saved step. Collective."""
     training = run.config.training
     if run.step in (0, training.max_steps) and run.last_evaluation != run.step:
         evaluate_and_keep_best(run)
@@ -449,10 +448,11 @@ def train(run: Run) -> None:
 
 
 def save(run: Run) -> None:
+    """Rank 0 writes a checkpoint, unless the weights of the ranks differ. Collective."""
     with run.log.phase("save"):
-        check_weights(run.model, run.sampler, run.step)  # It ends the run if ranks differ.
+        check_weights(run.model, run.sampler, run.step)
         run.folder.save(run.model, run.optimizer, step=run.step, best=run.best,
-                        last_evaluation=run.last_evaluation)  # Rank 0 writes it.
+                        last_evaluation=run.last_evaluation)
 
 
 def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:

@@ -23,18 +23,24 @@ MOST_ROWS = 4000
 def load(dataset: str, max_rows: int | None) -> list[dict]:
     """Returns random questions, always the same. A group is how often one has to carry."""
     settings = read_settings(dataset)
-    low, high = int(settings["low"]), int(settings["high"])
+    count = int(settings["numbers"])
+    low = int(settings["low"])
+    high = int(settings["high"])
     stream = random.Random(dataset)
     rows = {}
     for _ in range(10 * MOST_ROWS):
-        numbers = [stream.randint(low, high) for _ in range(int(settings["numbers"]))]
+        numbers = [stream.randint(low, high) for _ in range(count)]
         signs = [stream.choice(settings["signs"]) for _ in numbers[1:]]
         text = str(numbers[0])
         for sign, number in zip(signs, numbers[1:], strict=True):
             text += f" {sign} {number}"
-        terms = sorted(signed(numbers, signs))  # 47 + 12 and 12 + 47 are one problem.
-        rows[text] = {"prompt": f"{text} =", "result": sum(terms),
-                      "group": f"{num_carries(numbers)} carried", "problem": terms}
+        terms = signed(numbers, signs)
+        rows[text] = {
+            "prompt": f"{text} =",
+            "result": sum(terms),
+            "group": f"{num_carries(numbers)} carried",
+            "problem": sorted(terms),  # 47 + 12 and 12 + 47 are one problem.
+        }
         if len(rows) == min(MOST_ROWS, max_rows or MOST_ROWS):
             break
     return list(rows.values())

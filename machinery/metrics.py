@@ -6,6 +6,7 @@ import math
 import re
 import resource
 import sys
+from itertools import chain
 from statistics import fmean, pstdev, stdev
 from typing import Any
 
@@ -104,7 +105,7 @@ class StepReport:
         self.measures_change = step == 1 or is_due(step, config.validation.every, config)
         self.measured: dict[str, float] = {}
         if step == 1:
-            self.measured = sampler_metrics(policy, flat(groups), self.training)
+            self.measured = sampler_metrics(policy, list(chain.from_iterable(groups)), self.training)
 
     def metrics(
         self, answers: list, updates: list[dict[str, float]], seconds: dict[str, float]
@@ -125,11 +126,11 @@ def sampling_metrics(
     groups: list[list], task: Task, seconds: dict[str, float]
 ) -> dict[str, float]:
     """Returns means over the step's questions or answers, of all ranks. Collective."""
-    answers = flat(groups)
+    answers = list(chain.from_iterable(groups))
     rewards = [[answer.reward for answer in group] for group in groups]
     means = {
         "reward": fmean(answer.reward for answer in answers),
-        "reward_std": fmean(pstdev(rewards_of_group) for rewards_of_group in rewards),
+        "reward_std": fmean(pstdev(values) for values in rewards),
     }
     for part in task.REWARD_WEIGHTS:
         means[f"reward/{part}"] = fmean(parts_of(answers, part))
@@ -223,10 +224,6 @@ def share(part: float, whole: float) -> float:
     return part / whole if whole else math.nan
 
 
-def flat(groups: list[list]) -> list:
-    return [answer for group in groups for answer in group]
-
-
 def parts_of(answers: list, part: str) -> list[float]:
     return [answer.reward_parts[part] for answer in answers]
 
@@ -235,7 +232,7 @@ def parts_of(answers: list, part: str) -> list[float]:
 
 def evaluation_metrics(groups: list[list], task: Task) -> dict[str, float]:
     """Returns the metrics of all answers to the held-out questions, one group for each question."""
-    answers = flat(groups)
+    answers = list(chain.from_iterable(groups))
     best = []
     solved = []
     for group in groups:
@@ -353,11 +350,14 @@ def signs_of_sampling(numbers: dict[str, float]) -> list[str]:
 
 
 def signs_of_rewards(numbers: dict[str, float]) -> list[str]:
-    zero = [name for name, mean in numbers.items() if name.startswith("reward/") and mean == 0]
-    return [
-        f"! {name} is 0 on average: if it is 0 for every answer, see the task's reward_function, "
-        "task.reward_weights, sampling.temperature, and whether data.prompt_style suits the model"
-        for name in zero]
+    signs = []
+    for name, mean in numbers.items():
+        if name.startswith("reward/") and mean == 0:
+            signs.append(
+                f"! {name} is 0 on average: if it is 0 for every answer, see the task's "
+                "reward_function, task.reward_weights, sampling.temperature, and whether "
+                "data.prompt_style suits the model")
+    return signs
 
 
 def signs_of_update(numbers: dict[str, float]) -> list[str]:

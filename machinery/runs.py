@@ -195,8 +195,6 @@ class RunFolder:
         """Points the link best to a model of this folder, or takes it away."""
         self.best_model = name
         link = self.path / "best"
-        if link.exists() and not link.is_symlink():  # In a copy it may be a folder.
-            link.rename(self.path / "best-copied")
         if name is None:
             link.unlink(missing_ok=True)
             return
@@ -213,9 +211,9 @@ def state_tensors(
 ) -> dict[str, torch.Tensor]:
     """Returns the weights that learn, and the optimizer state of each, as "norm.weight/exp_avg". At
     step 0 it returns nothing, because all of that is as a start makes it."""
-    tensors = {}
     if step == 0:
-        return tensors
+        return {}
+    tensors = {}
     for name, parameter in model.named_parameters():
         if parameter in optimizer.state:  # A frozen weight is not.
             tensors[name] = parameter.data
@@ -251,8 +249,10 @@ def checksum(model: nn.Module, sampler: nn.Module) -> int:
 def refuse_other_experiment(checkpoint: Path, state: dict[str, Any], config: Config) -> None:
     then = state.get("experiment", {})
     now = experiment(config)
-    different = [key for key in then.keys() | now.keys() if then.get(key) != now.get(key)]
-    changes = [f"{key}: {then.get(key)} -> {now.get(key)}" for key in sorted(different)]
+    changes = []
+    for key in sorted(then.keys() | now.keys()):
+        if then.get(key) != now.get(key):
+            changes.append(f"{key}: {then.get(key)} -> {now.get(key)}")
     if changes:
         raise UserError(f"{checkpoint} is of another experiment ({'; '.join(changes)}): set "
                         "run.name to begin anew")

@@ -178,6 +178,14 @@ def test_best_is_never_of_a_step_that_was_undone(tmp_path):
     assert summary["best"]["eval/best_of_n"] == training["eval/best_of_n"] == 0.3
 
 
+def test_a_best_model_that_is_gone_is_made_by_the_next_evaluation(copied, tmp_path):
+    shutil.rmtree((copied / "best").resolve())
+
+    assert start([*SMALL, *STEPS, *ONE_RANK, f"run.dir={tmp_path}", "training.max_steps=4"]) == 0
+
+    assert (copied / "best").resolve().name == "best-000004"
+
+
 def test_a_users_own_folders_are_not_taken_for_ours(tmp_path):
     for name in ("best-mine", "best-1", "best-000007", "best-000012-2", "best-000012"):
         (tmp_path / name).mkdir()
