@@ -105,7 +105,7 @@ class StepReport:
         self.measures_change = step == 1 or is_due(step, config.validation.every, config)
         self.measured: dict[str, float] = {}
         if step == 1:
-            self.measured = sampler_metrics(policy, list(chain.from_iterable(groups)), self.training)
+            self.measured = sampler_metrics(policy, list(chain(*groups)), self.training)
 
     def metrics(
         self, answers: list, updates: list[dict[str, float]], seconds: dict[str, float]
@@ -126,7 +126,7 @@ def sampling_metrics(
     groups: list[list], task: Task, seconds: dict[str, float]
 ) -> dict[str, float]:
     """Returns means over the step's questions or answers, of all ranks. Collective."""
-    answers = list(chain.from_iterable(groups))
+    answers = list(chain(*groups))
     rewards = [[answer.reward for answer in group] for group in groups]
     means = {
         "reward": fmean(answer.reward for answer in answers),
@@ -232,7 +232,7 @@ def parts_of(answers: list, part: str) -> list[float]:
 
 def evaluation_metrics(groups: list[list], task: Task) -> dict[str, float]:
     """Returns the metrics of all answers to the held-out questions, one group for each question."""
-    answers = list(chain.from_iterable(groups))
+    answers = list(chain(*groups))
     best = []
     solved = []
     for group in groups:
