@@ -49,9 +49,9 @@ STAGES = [
         f"{LEARNING}sil_imitates_the_k_best_and_nothing_that_earned_nothing",
         f"{LEARNING}only_the_answers_that_sil_imitates_count_in_the_normalizer"]),
     Stage("scale_advantages: scale_rewards=group, where the standard deviation gets 1e-4 added", [
-        f"{FAMILY}advantages_of_grpo_are_divided_by_the_groups_standard_deviation"]),
+        f"{LEARNING}advantages_of_grpo_are_divided_by_the_groups_standard_deviation"]),
     Stage("scale_advantages: scale_rewards=mean", [
-        f"{FAMILY}advantages_of_maxrl_are_divided_by_the_mean_size_of_the_rewards"]),
+        f"{LEARNING}advantages_of_maxrl_are_divided_by_the_mean_size_of_the_rewards"]),
     Stage("variant_loss and variant_normalizer: loss_normalizer=tokens, and =sequence", [
         f"{PUBLISHED}[DAPO-no KL-unclipped-1]",
         f"{PUBLISHED}[GRPO-no KL-unclipped-1]"]),
@@ -199,7 +199,7 @@ def exercise(arguments: list[str]) -> int:
         print(f"In {folder}/main.py, {len(DEFAULT + VARIANTS)} functions are empty. Their "
               "docstrings say what they do.\nBegin with `compute_advantages` and `policy_loss`: "
               "they are Dr. GRPO, the default.\nThe others are variants, at the end of the file. "
-              "The README explains all of them.\nCall this command again to see how far you are.")
+              "README and docs/loss.md explain them.\nCall this command again to see how far you are.")
         return 0
     print(f"testing {folder}/, 10 to 30 seconds ... (to begin anew, delete it)", flush=True)
     path = folder / "main.py"

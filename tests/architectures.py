@@ -1,17 +1,15 @@
 """Which architectures are right here? Tries tiny random models of all that transformers knows, and
-writes the lists of docs/models.md.
+prints what docs/models.md says of each.
 
-    .venv/bin/python tests/architectures.py            all of them, which writes the page, too
+    .venv/bin/python tests/architectures.py            all of them
     .venv/bin/python tests/architectures.py lfm2 opt   these alone
 
 Each model is saved, loaded as a run loads it, and checked as a run checks it. What is then trained
 is compared once more with loops that share no code with the trainer: 40 greedy tokens, and
 log-probabilities and gradients in float32. With gradient checkpointing and with LoRA, too."""
 
-import argparse
 import sys
 import tempfile
-import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +17,8 @@ from types import SimpleNamespace
 from conftest import make_config, relative_error  # isort: skip  It sets paths.
 
 import torch
-import transformers
 from processes import ROOT
-from tiny_models import CANNOT, names, tiny_model
+from tiny_models import names, tiny_model
 from transformers import AutoTokenizer, GenerationConfig
 
 import main
@@ -36,17 +33,14 @@ BOUND = 1e-4
 NUM_GREEDY = 40
 TEMPERATURE = 0.7
 NO_STOP = [10**6]  # Answers do not end, so all 40 tokens are compared.
-FIRST_LINE, LAST_LINE = "<!-- made by tests/architectures.py -->", "<!-- end -->"
 LONG = [36, 80, 78, 67, 74, 79, 70, 222, 85]
 PROMPTS = [LONG, [73, 70, 5], LONG]
 
 
 @dataclass
 class Finding:
-    name: str
-    refusal: str = ""             # the line with which a run ends
-    has_own_prompts: bool = False  # each answer reads its prompt itself
-    needs_targets: bool = False    # LoRA refuses some of its layers
+    refusal: str = ""  # the line with which a run ends
+    notes: list[str] = field(default_factory=list)
     differences: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -56,14 +50,15 @@ class Finding:
 
 def examine(name: str, folder: Path) -> Finding:
     """Tries a model as it is, with gradient checkpointing, and with LoRA."""
-    finding = Finding(name)
+    finding = Finding()
     save_with_tokenizer(tiny_model(name), folder)
     try:
         run = begin(folder)
     except UserError as error:
         finding.refusal = str(error)
         return finding
-    finding.has_own_prompts = not can_continue(run.model)
+    if not can_continue(run.model):
+        finding.notes.append("each answer processes its prompt itself")
     finding.differences = compare(run, "")
     if run.model.supports_gradient_checkpointing:
         run.model.activation_checkpointing_enable()
@@ -100,7 +95,7 @@ def begin_with_adapters(finding: Finding, folder: Path) -> SimpleNamespace:
         return begin(folder, model__lora_rank=4)
     except UserError as error:
         assert "model.lora_targets" in str(error), error
-        finding.needs_targets = True
+        finding.notes.append("LoRA needs model.lora_targets")
         return begin(folder, model__lora_rank=4, model__lora_targets=["q_proj", "v_proj"])
 
 
@@ -177,60 +172,16 @@ def learned_gradient(model) -> torch.Tensor:
     return torch.cat(gradients)
 
 
-# ---------------------------------------------------------------- the page
-
-def lists(findings: list[Finding]) -> str:
-    """The part of docs/models.md that this file makes."""
-    right = [finding for finding in findings if not finding.refusal]
-    shared = [finding.name for finding in right if not finding.has_own_prompts]
-    own = [finding.name for finding in right if finding.has_own_prompts]
-    targets = [finding.name for finding in right if finding.needs_targets]
-    refused = [finding.name for finding in findings if finding.refusal]
-    versions = f"transformers {transformers.__version__}, architectures by their model type"
-    parts = [
-        f"{versions}: {len(findings)} were tried, and {len(right)} are right.",
-        f"**Right ({len(shared)}).** {', '.join(shared)}.",
-        f"**Right, each answer reads its prompt itself ({len(own)}).** {', '.join(own)}.",
-        f"**LoRA needs `model.lora_targets` ({len(targets)}).** {', '.join(targets)}.",
-        f"**Refused at the start ({len(refused)}).** {', '.join(refused)}.",
-        f"**Not tried, as they cannot be built alone ({len(CANNOT)}).** {', '.join(CANNOT)}.",
-    ]
-    return "\n\n".join(textwrap.fill(part, 100, break_on_hyphens=False) for part in parts)
-
-
-def write_page(text: str) -> None:
-    page = ROOT / "docs" / "models.md"
-    before, rest = page.read_text().split(FIRST_LINE)
-    _, after = rest.split(LAST_LINE)
-    page.write_text(f"{before}{FIRST_LINE}\n{text}\n{LAST_LINE}{after}")
-
-
-def tell(finding: Finding) -> None:
-    if finding.refusal:
-        print(f"{finding.name}: refused: {finding.refusal}", flush=True)
-        return
-    worst = max(finding.differences, key=finding.differences.get)
-    verdict = "WRONG" if finding.wrong else "right"
-    print(f"{finding.name}: {verdict}, at most {finding.differences[worst]:.1e} ({worst})",
-          flush=True)
-
-
 def main_program() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", default=[])
-    chosen = parser.parse_args().names
     join()
-    findings = []
-    for name in chosen or names():
-        if name in CANNOT:
-            continue
+    num_wrong = 0
+    for name in sys.argv[1:] or names():
         with tempfile.TemporaryDirectory() as folder:
             finding = examine(name, Path(folder))
-        findings.append(finding)
-        tell(finding)
-    if not chosen:
-        write_page(lists(findings))
-    return int(any(finding.wrong for finding in findings))
+        verdict = finding.refusal or ", ".join(finding.wrong or ["right", *finding.notes])
+        print(f"{name}: {verdict}", flush=True)
+        num_wrong += bool(finding.wrong)
+    return int(num_wrong > 0)
 
 
 if __name__ == "__main__":

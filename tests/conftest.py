@@ -8,14 +8,12 @@ import hashlib
 import json
 import math
 import random
-import re
-import runpy
 import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from processes import ROOT, Result, ranks, run  # isort: skip  It sets the environment.
+from processes import ROOT, Result, ranks  # isort: skip  It sets the environment.
 
 import pytest
 import torch
@@ -40,7 +38,6 @@ ARCHITECTURES = {
         **{"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256,
            "eos_token_id": 0, "bos_token_id": 1, "resid_pdrop": 0, "embd_pdrop": 0,
            "attn_pdrop": 0, **more}),
-    "llama": lambda **more: transformers.LlamaConfig(**{**SIZES, **more}),
     "qwen2": lambda **more: transformers.Qwen2Config(**{**SIZES, **more}),
     # Caps low enough to matter, and a window shorter than the sequences.
     "gemma2": lambda **more: transformers.Gemma2Config(
@@ -126,7 +123,7 @@ def make_policy(model, config, **how):
         optimizer=torch.optim.SGD(model.parameters()), step=1)
 
 
-def start_of(model):
+def reference_of(model):
     """What `model` shall have been before it learned: the same architecture, other weights."""
     reference = make_model(model.config.model_type, model.dtype)
     with torch.no_grad():
@@ -141,7 +138,7 @@ def learn(model, trajectories, **overrides):
     config = learning_config(**overrides)
     run = make_policy(model, config, gradient_as_bucket_view=True)
     if config.training.kl_beta:
-        run.reference = main.Policy(main.make_reference(start_of(model), config), config)
+        run.reference = main.Policy(main.make_reference(reference_of(model), config), config)
     answers = [dataclasses.replace(trajectory) for trajectory in trajectories]
     return main.learn(run, answers)[-1]
 
@@ -153,7 +150,7 @@ def learn_in_plain_loops(trajectories, architecture, dtype=torch.float64, **over
     if training.updates_per_batch > 1:
         old = as_numbers(plain_logprobs(model, trajectories, TEMPERATURE))
     if training.kl_beta:
-        reference = as_numbers(plain_logprobs(start_of(model), trajectories, TEMPERATURE))
+        reference = as_numbers(plain_logprobs(reference_of(model), trajectories, TEMPERATURE))
     for update in range(training.updates_per_batch):
         if update > 0:
             with torch.no_grad():
@@ -308,13 +305,6 @@ def run_without_curves(*arguments: str):
     run_main(*arguments)
 
 
-def run_script(path: str, *arguments: str):
-    """For `ranks`: a script as if Python had been called with it."""
-    sys.path.insert(0, str(Path(path).resolve().parent))
-    sys.argv = [path, *arguments]
-    runpy.run_path(path, run_name="__main__")
-
-
 def uninterrupted(num_ranks: int, folder: Path, *settings: str) -> dict:
     """The outcome of a small run."""
     result = ranks(num_ranks, run_without_curves, *SMALL, *settings, f"run.dir={folder}")
@@ -366,20 +356,6 @@ def read_jsonl(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def shown_file(name: str) -> str:
-    """What docs/ shows of a file: the block that begins with its name."""
-    pages = "\n".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
-    return re.search(rf"```(?:python|yaml)\n(# {re.escape(name)}.*?)```", pages, re.DOTALL)[1]
-
-
-def write_own_task(folder: Path) -> None:
-    """mytask.py of docs/tasks.md, and mine.jsonl as the command there makes it."""
-    (folder / "mytask.py").write_text(shown_file("mytask.py"))
-    page = (ROOT / "docs" / "tasks.md").read_text()
-    makes_data = re.search(r"```bash\n(.*?> mine\.jsonl\n)", page, re.DOTALL)[1]
-    assert run("bash", "-c", makes_data, cwd=folder).returncode == 0
-
-
 # ---------------------------------------------------------------- fixtures
 
 KEPT_GROUPS = []
@@ -393,9 +369,6 @@ def stay(code: int) -> int:
         KEPT_GROUPS.append(torch.distributed.group.WORLD)
         torch.distributed.destroy_process_group()
     return code
-
-
-DRAW_CURVES = logger.Logger._draw_curves
 
 
 def draw_nothing(log) -> None:
@@ -430,20 +403,3 @@ def one_rank():
     torch.set_num_threads(1)
     yield
     stay(0)
-
-
-@pytest.fixture(scope="session")
-def model_folder(tmp_path_factory):
-    """A function that saves a random model of an architecture, with the tokenizer of tiny/, and
-    returns its folder."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "tiny" / "model")
-
-    def save(architecture: str, **more) -> Path:
-        folder = tmp_path_factory.mktemp(architecture)
-        model = make_model(architecture, vocab_size=len(tokenizer),
-                           eos_token_id=tokenizer.eos_token_id, **more)
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        return folder
-
-    return save

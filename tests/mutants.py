@@ -1,14 +1,11 @@
 """Would the tests notice? Each mutant is a one-line fault in a copy of the sources. The regular
 test that it names has to fail because of it.
 
-    .venv/bin/python tests/mutants.py                             all mutants, one row for each
-    .venv/bin/python tests/mutants.py moment checkpoint           those with such a word in them
-    .venv/bin/python tests/mutants.py --tests tests/test_run.py   against these tests instead
+    .venv/bin/python tests/mutants.py                     all mutants, one row for each
+    .venv/bin/python tests/mutants.py moment checkpoint   those with such a word in them
 
-A row says which test has failed, and after how many seconds. With `--tests` only the mutants that
-name a test of these files are tried, unless words choose others."""
+A row says which test has failed, and after how many seconds."""
 
-import argparse
 import os
 import re
 import shutil
@@ -44,8 +41,6 @@ BY_HAND = f"{RUN}::test_best_of_n_and_all_means_of_an_evaluation_by_hand"
 INTERVAL = f"{RUN}::test_the_interval_is_wilsons_and_never_a_point"
 KILLED = "test_dead_ranks.py::test_torchruns_report_says_why_a_rank_may_have_been_killed"
 SUMMARY = f"{LOGGER}::test_the_summary_tells_the_first_the_last_and_the_best_evaluation"
-
-
 DIFFERENT = "test_sharding.py::test_ranks_with_different_weights_save_nothing_and_end_in_one_line"
 
 
@@ -131,10 +126,10 @@ MUTANTS = [
            "if max(rewards) == min(rewards):", "if False:", LEARNING),
     Mutant("the standard deviation of a population", "main.py",
            "stdev(rewards) + 1e-4", "stdev(rewards) * math.sqrt(1 - 1 / len(rewards)) + 1e-4",
-           FAMILY),
+           LEARNING),
     Mutant("advantages over the largest reward", "main.py",
            "sum(abs(reward) for reward in rewards) / len(rewards)",
-           "max(abs(reward) for reward in rewards)", FAMILY),
+           "max(abs(reward) for reward in rewards)", LEARNING),
     Mutant("the k worst imitated", "main.py",
            "reverse=True)\n    for answer in ranked", "reverse=False)\n    for answer in ranked",
            LEARNING),
@@ -225,11 +220,13 @@ MUTANTS = [
            "key=lambda answer: answer.reward)",
            "key=lambda answer: answer.reward_parts[task.SOLVED])", BY_HAND),
     Mutant("pass at k as if answers were put back", "machinery/metrics.py",
-           "math.comb(n - right, k) / num_choices", "(1 - right / n) ** k", LEARNING),
+           "math.comb(n - right, k) / num_choices", "(1 - right / n) ** k", BY_HAND),
+    Mutant("a part of the reward that hides another metric", "machinery/metrics.py",
+           'f"eval/reward/{part}"', 'f"eval/{part}"', BY_HAND),
     Mutant("an interval as if all answers were independent", "machinery/metrics.py",
            "        n = min(most, max(n, mean", "        n = max(most, max(n, mean", INTERVAL),
     Mutant("a worse model replaces the best one", "main.py",
-           "    if quality > run.best:", "    if True:", RUN),
+           "    if quality > run.best:", "    if True:", RESUME),
     Mutant("no evaluation after the last step", "machinery/settings.py",
            "step % every == 0 or step == config.training.max_steps", "step % every == 0", LEARNING),
     # ------------------------------------------------------------ resuming
@@ -246,6 +243,10 @@ MUTANTS = [
     Mutant("a best model that is gone when a resume goes back to it", "machinery/runs.py",
            "if model.name not in named and model.name != self.best_model:",
            "if model.name != self.best_model:", RESUME),
+    Mutant("a user's own copy for the newest checkpoint", "machinery/runs.py",
+           "if pattern.fullmatch(path.name)]", "if pattern.match(path.name)]", RESUME),
+    Mutant("a resume with another number of questions a step", "machinery/settings.py",
+           '    settings["training.num_samples_per_step"] *= WORLD_SIZE\n', "", CONFIG),
     Mutant("a start that takes another run's files for its own", "machinery/runs.py",
            "if path.exists() and path.stat().st_size > 0:", "if False:", FAILURES),
     Mutant("a first evaluation that no checkpoint holds", "main.py",
@@ -406,7 +407,7 @@ def mutated_copy(mutant: Mutant, folder: Path) -> None:
     path.write_text(source.replace(mutant.right, mutant.wrong))
 
 
-def run_tests_of(folder: str, tests: list[str]) -> None:
+def run_test_of(folder: str, test: str) -> None:
     """In a process that knows nothing yet of these sources."""
     import pytest
 
@@ -418,19 +419,18 @@ def run_tests_of(folder: str, tests: list[str]) -> None:
     # Ranks that the tests start import the main module, which would bring these sources back.
     sys.modules["__main__"] = type(sys)("__main__")
     code = pytest.main(["--numprocesses=0", "--rootdir", folder, "-rfE", "-x", "-p", "no:randomly",
-                        "-p", "no:cacheprovider", f"--timeout={SECONDS}", *tests])
+                        "-p", "no:cacheprovider", f"--timeout={SECONDS}", test])
     sys.stdout.flush()
     os._exit(code)
 
 
-def first_failure(mutant: Mutant, tests: list[str]) -> tuple[str | None, str]:
-    """Returns the test that has failed, or None, and what pytest has said. `tests` are paths from
-    tests/."""
+def first_failure(mutant: Mutant) -> tuple[str | None, str]:
+    """Returns the test that has failed, or None, and what pytest has said."""
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent, "copy")
         mutated_copy(mutant, folder)
-        paths = [str(folder / "tests" / test) for test in tests]
-        result = ranks(1, run_tests_of, str(folder), paths, cwd=folder)
+        test = str(folder / "tests" / mutant.test)
+        result = ranks(1, run_test_of, str(folder), test, cwd=folder)
     output = result.stdout + result.stderr
     pattern = r"^(?:FAILED|ERROR) \S*?(test_\w+\.py\S*.*?)(?: - .*)?$"
     failed = re.search(pattern, output, re.MULTILINE)
@@ -441,22 +441,12 @@ def first_failure(mutant: Mutant, tests: list[str]) -> tuple[str | None, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("words", nargs="*", help="only mutants with one of these in their row")
-    parser.add_argument("--tests", nargs="+", metavar="PATH", help="instead of the named test")
-    options = parser.parse_args()
-    chosen = []
-    own_tests = [Path(test).name.split("::")[0] for test in options.tests or []]
-    for mutant in MUTANTS:
-        is_named = any(word in " ".join(mutant) for word in options.words)
-        is_of_tests = not own_tests or any(mutant.test.startswith(name) for name in own_tests)
-        if is_named if options.words else is_of_tests:
-            chosen.append(mutant)
-    tests = [test.removeprefix("tests/") for test in options.tests or []]
+    words = sys.argv[1:] or [""]
+    chosen = [mutant for mutant in MUTANTS if any(word in " ".join(mutant) for word in words)]
     num_noticed = 0
     for mutant in chosen:
         started = time.monotonic()
-        failed, _ = first_failure(mutant, tests or [mutant.test])
+        failed, _ = first_failure(mutant)
         seconds = time.monotonic() - started
         num_noticed += failed is not None
         print(f"| {mutant.fault} | {mutant.path} | {failed or 'NOT NOTICED'} | {seconds:.0f} s |",

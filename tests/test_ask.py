@@ -2,12 +2,10 @@
 
 import os
 import shutil
-import sys
 
 import ask
 import pytest
-import yaml
-from processes import ROOT, run
+from processes import ROOT
 
 import main
 
@@ -19,7 +17,6 @@ QUESTION = ["3", "7", "25", "=", "68"]
     ("a</think>\n<answer>25*3-7</answer>", "right"),
     ("a</think><answer>7*3+25 = 68</answer>", "wrong: 7*3+25 makes 46"),
     ("a</think><answer>3*(25+7)-28</answer>", "wrong: it uses 3, 7, 25, 28"),
-    ("a</think><answer>no idea</answer>", "wrong: no expression that can be computed"),
     ("a</think>", "wrong: no expression that can be computed"),
     ("<answer>25*3-7</answer>", "wrong: the expression is right, but the format is not")])
 def test_the_verdict_says_what_is_wrong(completion, verdict):
@@ -47,26 +44,9 @@ def test_it_asks_the_best_model_of_the_newest_run_of_countdown(tmp_path, monkeyp
     assert len(verdicts) == 4 and lines[-1] == f"{num_right} of 4 right"
 
 
-def test_a_model_is_asked_with_the_settings_of_its_run_and_answers_the_same_again(tmp_path):
-    best = tmp_path / "a" / "best"
-    shutil.copytree(MODEL, best)
-    settings = {"training": {"max_new_gen_tokens": 3, "learning_rate": 0.5, "shard": True},
-                "sampling": {"temperature": 2.5}, "model": {"precision": "bfloat16"}}
-    (tmp_path / "a" / "config.yaml").write_text(yaml.safe_dump(settings))
-
-    config = ask.load(best).config
-    answers = ask.sample_answers(best, ask.read_question(QUESTION), 5)
-    again = ask.sample_answers(best, ask.read_question(QUESTION), 5)
-
-    assert (config.training.max_new_gen_tokens, config.sampling.temperature) == (3, 2.5)
-    assert (config.model.precision, config.training.shard) == ("float32", False)
-    assert [answer.num_tokens for answer in answers] == [3] * 5
-    assert [answer.completion for answer in again] == [answer.completion for answer in answers]
-
-
 @pytest.mark.parametrize(("words", "says"), [
-    (["3", "7"], "3 7"), (["3", "x", "=", "5"], "3 x = 5"), (["3", "=", "3"], "3 = 3"),
-    (["--model", "none", "3", "7", "=", "10"], "none"), (["3", "7", "=", "10"], "train first")])
+    (["3", "x", "=", "5"], "3 x = 5"), (["--model", "none", "3", "7", "=", "10"], "none"),
+    (["3", "7", "=", "10"], "train first")])
 def test_a_mistake_is_one_line_and_exit_code_two(words, says, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
@@ -74,10 +54,3 @@ def test_a_mistake_is_one_line_and_exit_code_two(words, says, tmp_path, monkeypa
 
     said = capsys.readouterr().err
     assert said.startswith("error: ") and said.count("\n") == 1 and says in said
-
-
-@pytest.mark.soak
-def test_the_first_words_come_before_the_libraries():
-    first, second, *_ = run(sys.executable, ROOT / "examples/ask.py", "--help").stdout.splitlines()
-
-    assert first.startswith("importing PyTorch and transformers") and second.startswith("usage")

@@ -57,27 +57,13 @@ def test_every_key_refuses_what_it_cannot_be_and_no_setting_can_be_changed():
 
 @pytest.mark.parametrize(("argument", "says"), [
     ("training.learning_rte=1", "Did you mean training.learning_rate?"),
-    ("training={seed: 1}", "no such key"),
     ("word", "section.key=value"),
-    ("--fast", "usage"),
     ("training.seed=[", "not YAML"),
-    ("training.seed=1.0", "integer"),
-    ("training.max_new_gen_tokens=0", "greater than or equal to 1"),
     ("training.learning_rate=0", "greater than 0"),
-    ("training.learning_rate=1e10", "less than or equal to 1000000000"),
-    ("training.adam_betas=[0.9]", "required"),
-    ("training.adam_betas=[0.9,1.0]", "less than 1"),
-    ("training.clip=[0,0.2]", "greater than 0"),
     ("training.scale_rewards=std", "'none', 'group' or 'mean'"),
-    ("sampling.temperature=0.0001", "greater than or equal to 0.001"),
     ("sampling.top_p=1.5", "less than or equal to 1"),
-    ("logging.mlflow=1", "boolean"),
-    ("model.name=", "string"),
     ("run.name=group/one", "pattern"),
-    ("run.name=..", "pattern"),
-    ("task.reward_weights={}", "at least 1"),
     ("training.k_best_of_n=[4,8]", "[G, G]"),
-    ("training.k_best_of_n=[1,1]", "[G, G]"),
     ("training.decay_steps=49", "training.max_steps=60"),  # The warm-up has 10.
     ("training.learning_type=sil", "[k, n]"),
 ])
@@ -89,7 +75,7 @@ def test_a_mistake_is_named_with_what_to_write(argument, says):
         assert argument.partition("=")[0] in message
 
 
-@pytest.mark.parametrize("content", [None, "training: [", "- 1\n", "training: 3\n", ""])
+@pytest.mark.parametrize("content", [None, "training: [", "training: 3\n", ""])
 def test_a_config_file_that_cannot_be_used_is_named(content, tmp_path):
     path = tmp_path / "mine.yaml"
     if content is not None:
@@ -100,23 +86,13 @@ def test_a_config_file_that_cannot_be_used_is_named(content, tmp_path):
 
 def test_the_default_name_is_made_of_what_defines_the_experiment_and_nothing_else(monkeypatch):
     name = settings.default_run_name(make_config())
-    own_values = {"model.name": "m", "data.dataset": "d", "training.learning_rate": 1.0,
-                  "sampling.temperature": 0.9, "task.reward_weights": {"answer": 1.0},
-                  "training.max_steps": 7, "training.tokens_per_micro_batch": 9,
-                  "training.shard": True, "sampling.max_rows": 3, "run.dir": "x", "run.name": "y",
-                  "logging.mlflow": True, "training.seed": 1, "model.lora_rank": 2}
     assert re.fullmatch(r"grpo-[0-9a-f]{8}", name)
-
-    names = {}
-    for key, value in own_values.items():
-        config = make_config(**{key.replace(".", "__"): value})
-        names[key] = settings.default_run_name(config)
-
-    kept = {key for key in names if names[key] == name}
-    assert kept == {"training.max_steps", "training.tokens_per_micro_batch", "training.shard",
-                    "sampling.max_rows", "run.dir", "run.name", "logging.mlflow"}
-    others = [names[key] for key in names if key not in kept]
-    assert len(set(others)) == len(others)
+    for free in ({"training__max_steps": 7}, {"training__tokens_per_micro_batch": 9},
+                 {"training__shard": True}, {"sampling__max_rows": 3}, {"run__dir": "x"}):
+        assert settings.default_run_name(make_config(**free)) == name
+    others = [settings.default_run_name(make_config(**own)) for own in (
+        {"model__name": "m"}, {"training__seed": 1}, {"task__reward_weights": {"answer": 1.0}})]
+    assert len({name, *others}) == 4
     # Two ranks that share the same questions of a step are the same experiment.
     monkeypatch.setattr(settings, "WORLD_SIZE", 2)
     assert settings.default_run_name(make_config(training__num_samples_per_step=4)) == name

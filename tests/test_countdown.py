@@ -22,72 +22,37 @@ from countdown import (
     reward_function,
 )
 
-SECONDS_FOR_HOSTILE_TEXT = 0.1
-
-
-def shown(value) -> str:
-    """A test id for a text that may be a million characters long."""
-    text = ascii(value)
-    return text if len(text) <= 60 else f"{text[:12]}...{len(text)}"
-
 
 def grade(expression: str, nums: list[int], target: int) -> float:
     return answer_reward_function(f"sum</think><answer>{expression}</answer>", nums, target)
 
 
-# ---------------------------------------------------------------- exact arithmetic
+# ---------------------------------------------------------------- expressions
 
-@pytest.mark.parametrize("text, value", [
-    ("7", 7), ("(((5)))", 5),
-    ("12345678901234567890*10", 123456789012345678900), ("2+3*4", 14),
-    ("(2+3)*4", 20), ("1-(2-(3-(4-5)))", 3), ("10-4-3", 3), ("8/4/2", 1),
-    ("8/(3-8/3)", 24), ("1/49*49", 1), (" 1 +\t2\n*\r\n( 3 - 1 ) \n", 5),
-])
-def test_expressions_have_their_exact_value(text, value):
-    result = evaluate_expression(text)
-
-    assert isinstance(result, Fraction) and result == value
-
-
-# Texts that are no expression, with numbers and a target for which a careless grader would pay.
-NO_EXPRESSION = [
-    ("", [1, 2], 0), ("2**3", [2, 3], 8), ("2* *3", [2, 3], 6),
-    ("7//2", [7, 2], 3), ("7%4", [7, 4], 3), ("1<<2", [1, 2], 4),
-    ("1.5*2", [1, 5, 2], 3), ("1e2", [1, 2], 100), ("1_0+2", [10, 2], 12),
-    ("0x1+2", [0, 1, 2], 3), ("007+1", [7, 1], 8), ("1 2+3", [1, 2, 3], 15),
-    ("-1+2", [1, 2], 1), ("2*-3", [2, 3], -6), ("2(3)", [2, 3], 6),
-    ("(1+2", [1, 2], 3), ("1+2)", [1, 2], 3), ("1)+(2", [1, 2], 3),
-    ("(1+)2", [1, 2], 3), ("1+2.", [1, 2], 3), ("1+2 # sum", [1, 2], 3),
-    ("1+two", [1, 2], 3), ("1+2\0", [1, 2], 3), ("1/0", [1, 0], 0),
+@pytest.mark.parametrize("text, nums, target", [
+    ("", [1, 2], 0), ("2**3", [2, 3], 8), ("7//2", [7, 2], 3), ("1e2", [1, 2], 100),
+    ("1.5*2", [1, 5, 2], 3), ("1_0+2", [10, 2], 12), ("007+1", [7, 1], 8), ("1 2+3", [1, 2, 3], 15),
+    ("-1+2", [1, 2], 1), ("2(3)", [2, 3], 6), ("(1+2", [1, 2], 3), ("1+2)", [1, 2], 3),
+    ("(1+)2", [1, 2], 3), ("1+2 # sum", [1, 2], 3), ("1/0", [1, 0], 0),
     ("3+1/(2/2-1)", [3, 1, 2, 2, 1], 3),
     ("\u0661+2", [1, 2], 3),   # an Arabic-Indic 1
-    ("1+\u00b2", [1, 2], 3),   # a superscript 2
-    ("1\u00d72", [1, 2], 2),   # a multiplication sign
     ("2\u22121", [1, 2], 1),   # a minus sign
     ("1+\u00a02", [1, 2], 3),  # a non-breaking space
-    ("1+2\u2028", [1, 2], 3),  # a line separator
-]
-
-
-@pytest.mark.parametrize("text, nums, target", NO_EXPRESSION, ids=shown)
+], ids=ascii)
 def test_what_is_no_expression_is_never_paid(text, nums, target):
+    """The numbers and the target are such that a careless grader would pay."""
     assert evaluate_expression(text) is None
     assert grade(text, nums, target) == 0.0
 
 
 @pytest.mark.parametrize("expression", [
     "99**98**97",
-    "(" * 100_000 + "1+2" + ")" * 100_000,
     "(" * 400 + "1+2" + ")" * 400,
     "9" * 1_000_000 + "+1",
-    "1+2" + "+0" * 500_000,
     "1/7-" * 249 + "1/3",
-    "*".join(["9" * 99] * 10),
-    " " * 1_000_000 + "1+",
     "1+2" + "=3" * 500_000,
     "1+2</answer>" + "<answer>" * 100_000,
-    "1+2</answer>" + "</think>" * 100_000,
-], ids=shown)
+], ids=lambda expression: expression[:9])
 def test_a_hostile_answer_costs_no_time(expression):
     row = {"nums": [1, 2], "target": 4}
     start = time.thread_time()
@@ -95,7 +60,7 @@ def test_a_hostile_answer_costs_no_time(expression):
     evaluate_expression(expression)
     parts = reward_function(f"sum</think><answer>{expression}</answer>", row)
 
-    assert time.thread_time() - start < SECONDS_FOR_HOSTILE_TEXT
+    assert time.thread_time() - start < 0.1  # seconds
     assert parts["answer"] == 0.0
 
 
@@ -141,7 +106,7 @@ def fuzzed_completion(stream: random.Random, expression: str) -> str:
 @pytest.mark.parametrize("count", [5000, pytest.param(300_000, marks=pytest.mark.soak)])
 def test_whatever_is_written_only_the_given_numbers_that_make_the_target_are_paid(count):
     stream = random.Random(1)
-    num_paid, num_refused = 0, 0
+    num_paid = 0
     for _ in range(count):
         expression = random_expression(stream)
         value = exact_value(expression)
@@ -154,7 +119,6 @@ def test_whatever_is_written_only_the_given_numbers_that_make_the_target_are_pai
         assert evaluate_expression(expression) == value, expression
         assert grade(expression, nums, target) == float(value == target), expression
         assert 0 <= parts["format"] <= 1 and parts["answer"] in (0, 1)
-        num_refused += parts["answer"] == 0
         if parts["answer"] == 1:
             num_paid += 1
             answer = completion.rpartition("<answer>")[2].partition("</answer>")[0]
@@ -162,7 +126,7 @@ def test_whatever_is_written_only_the_given_numbers_that_make_the_target_are_pai
             assert re.fullmatch(r"[-+*/()0-9 \n\r]+", paid), completion
             assert sorted(re.findall("[0-9]+", paid)) == sorted(map(str, nums)), completion
             assert exact_value(paid) == target, completion
-    assert num_paid > count / 20 and num_refused > count / 20
+    assert count / 20 < num_paid < 0.95 * count
 
 
 # ---------------------------------------------------------------- rewards
@@ -170,15 +134,14 @@ def test_whatever_is_written_only_the_given_numbers_that_make_the_target_are_pai
 @pytest.mark.parametrize("answer, nums, target, reward", [
     ("1+2", [1, 2], 3, 1.0), ("\n2 + 1\n", [1, 2], 3, 1.0), ("5*5-1", [5, 1, 5], 24, 1.0),
     # the value
-    ("1+2", [1, 2], 4, 0.0), ("7/2", [7, 2], 3, 0.0), ("2-1", [1, 2], -1, 0.0),
+    ("1+2", [1, 2], 4, 0.0), ("7/2", [7, 2], 3, 0.0),
     ("1/3*3000000000000000000000/1000", [1, 3, 3 * 10**21, 1000], 10**18 + 1, 0.0),
     # the result that an answer may claim
-    ("1+2 = 3", [1, 2], 3, 1.0), ("1-3 = -2", [3, 1], -2, 1.0), ("1+2 = 99", [1, 2], 3, 0.0),
-    ("1+2 = 99", [1, 2], 99, 0.0), ("1+2 =", [1, 2], 3, 0.0), ("1+2 = 3 = 3", [1, 2], 3, 0.0),
-    ("1+2 = \u0663", [1, 2], 3, 0.0), ("= 3", [1, 2], 3, 0.0),
+    ("1-3 = -2", [3, 1], -2, 1.0), ("1+2 = 99", [1, 2], 3, 0.0), ("1+2 = 99", [1, 2], 99, 0.0),
+    ("1+2 =", [1, 2], 3, 0.0), ("1+2 = 3 = 3", [1, 2], 3, 0.0), ("= 3", [1, 2], 3, 0.0),
     # every number exactly once
-    ("3", [1, 2], 3, 0.0), ("1+2", [1, 2, 3], 3, 0.0), ("1+2+2-2", [1, 2], 3, 0.0),
-    ("1+2+0", [1, 2], 3, 0.0), ("5-1", [5, 1, 5], 4, 0.0), ("12", [1, 2], 12, 0.0),
+    ("3", [1, 2], 3, 0.0), ("1+2+2-2", [1, 2], 3, 0.0), ("5-1", [5, 1, 5], 4, 0.0),
+    ("12", [1, 2], 12, 0.0),
 ])
 def test_an_answer_is_paid_if_it_makes_the_target_of_every_number_once(
         answer, nums, target, reward):
@@ -190,17 +153,12 @@ def test_an_answer_is_paid_if_it_makes_the_target_of_every_number_once(
     ("Is it <answer>2-1</answer>? No.</think><answer>1+2</answer>", 1.0),
     ("sum</think>1+2", 0.0),
     ("<answer>1+2</answer>", 0.0),
-    ("sum <answer>1+2</answer></think> done", 0.0),
     ("sum <answer>1+2</answer></think><answer>2-1</answer>", 0.0),
     ("a</think><answer>1+2</answer></think>", 0.0),
     ("a</think><think><answer>1+2</answer>", 0.0),
-    ("sum</think><answer>1+2</answer><answer>1+2</answer>", 0.0),
     ("sum</think><answer>2-1</answer><answer>1+2</answer>", 0.0),
     ("sum</think><answer>1+2</answer>2-1</answer>", 0.0),
-    ("sum</think><answer>2-1<answer>1+2</answer>", 0.0),
     ("sum</think></answer><answer>1+2", 0.0),
-    ("sum</think><answer>1+2", 0.0),
-    ("sum</think><ANSWER>1+2</ANSWER>", 0.0),
 ])
 def test_only_one_answer_after_the_thinking_is_paid(completion, reward):
     assert answer_reward_function(completion, [1, 2], 3) == reward
@@ -215,18 +173,11 @@ def test_only_one_answer_after_the_thinking_is_paid(completion, reward):
     ("sum</think> so <answer>1+2</answer>", 0.6),
     ("sum</think><answer>1+2</answer> is my answer", 0.6),
     ("sum</think><answer>1+2</answer><answer>1+2</answer>", 0.6),
-    ("a</think>b</think><answer>1+2</answer>", 0.6),
     ("a</think><answer>1</think>+2</answer>", 0.6),
-    ("<answer>1+2</answer></think>", 0.6),
-    # an answer block alone
+    # an answer block alone, closed thinking alone, and neither
     ("sum <answer>1+2</answer> done", 0.5),
-    # closed thinking alone
-    ("sum</think><answer>1+2", 0.1),
     ("sum</think></answer>1+2<answer>", 0.1),
-    # neither
-    ("", 0.0),
     ("sum<answer>1+2", 0.0),
-    ("</answer>1+2<answer>", 0.0),
 ])
 def test_the_format_is_graded_in_the_steps_that_are_documented(completion, reward):
     assert format_reward_function(completion) == pytest.approx(reward, abs=1e-12)
@@ -238,17 +189,6 @@ def test_the_reward_is_a_tenth_of_the_format_plus_the_answer_which_says_what_is_
     assert parts == {"format": pytest.approx(0.6), "answer": 1.0}
     assert countdown.REWARD_WEIGHTS == {"format": 0.1, "answer": 1.0}
     assert countdown.SOLVED == "answer"
-
-
-def test_the_prompt_says_all_that_is_needed_and_opens_the_thinking():
-    prompt = generate_prompt([8, 100, 77, 77], 952)
-
-    assert "8, 100, 77, 77" in prompt and "952" in prompt and "once" in prompt
-    assert prompt.endswith("<think>")
-    instructions, example = re.search(r"(.*)<answer>(.+)</answer>", prompt).groups()
-    assert all(sign in instructions.split() for sign in "+-*/")
-    assert all(tag in instructions for tag in ("<think>", "</think>", "<answer>", "</answer>"))
-    assert evaluate_expression(example) is not None
 
 
 # ---------------------------------------------------------------- data
@@ -266,10 +206,6 @@ def write(path, rows: list[dict]) -> str:
     return str(path)
 
 
-def problems(rows: list[dict]) -> list[tuple]:
-    return [(row["nums"], row["target"]) for row in rows]
-
-
 @BOTH_FORMATS
 def test_rows_carry_their_prompt_group_problem_and_every_other_column(suffix, tmp_path):
     rows = load(write(tmp_path / f"train[1] *{suffix}", [
@@ -279,21 +215,13 @@ def test_rows_carry_their_prompt_group_problem_and_every_other_column(suffix, tm
         {"nums": [2, 2, 3, 3], "target": -1, "source": "d"},
         {"nums": [2, 3, 3, 3], "target": -1, "source": "e"}]), None)
 
-    assert problems(rows)[0] == ([3, 11, 2], 35) and problems(rows)[3] == ([2, 2, 3, 3], -1)
+    assert [row["nums"] for row in rows[::3]] == [[3, 11, 2], [2, 2, 3, 3]]
+    assert [row["target"] for row in rows] == [35, 35, 36, -1, -1]
     assert [row["source"] for row in rows] == ["é", "b", "c", "d", "e"]
     assert [row["group"] for row in rows] == [3, 3, 3, 4, 4]
     assert all(row["prompt"] == generate_prompt(row["nums"], row["target"]) for row in rows)
     # The first two are one problem, and the others are different ones.
     assert rows[0]["problem"] == rows[1]["problem"] and len({row["problem"] for row in rows}) == 4
-
-
-@BOTH_FORMATS
-def test_response_stands_for_target_and_whole_floats_for_integers(suffix, tmp_path):
-    rows = load(write(tmp_path / f"data{suffix}", [{"nums": [3.0, 4.0], "response": 12.0}]), None)
-
-    assert problems(rows) == [([3, 4], 12)]
-    assert rows[0]["prompt"] == generate_prompt([3, 4], 12)
-    assert reward_function("</think><answer>3*4</answer>", rows[0])["answer"] == 1.0
 
 
 def test_a_folder_is_all_its_files_in_the_order_of_their_names_up_to_max_rows(tmp_path):
@@ -308,35 +236,16 @@ def test_a_folder_is_all_its_files_in_the_order_of_their_names_up_to_max_rows(tm
         assert targets == list(range(8))[:max_rows]
 
 
-def test_a_json_line_may_be_anything_that_json_allows(tmp_path):
-    path = tmp_path / "data.jsonl"
-    lines = '{"nums":[1,2],"target":3,"note":"a\u2028b"}\r\n\n  {"target": 3.0, "nums": [ 1, 2.0 ]}'
-    path.write_bytes(lines.encode("utf-8-sig"))  # as editors of Windows begin a file
-
-    rows = load(str(path), None)
-
-    assert problems(rows) == [([1, 2], 3), ([1, 2], 3)]
-    assert rows[0]["note"] == "a\u2028b"
-
-
 @pytest.mark.parametrize("line", [
     '{"nums": [1, 2.5], "target": 3}',
-    '{"nums": [1, 2], "target": 2.5}',
     '{"nums": [true, 2], "target": 3}',
-    '{"nums": [1, null], "target": 3}',
-    '{"nums": ["1", "2"], "target": 3}',
     '{"nums": [1, 2], "response": "3"}',
     '{"nums": [1, 2], "target": NaN}',
-    '{"nums": [1, Infinity], "target": 3}',
     '{"nums": [3], "target": 3}',
     '{"nums": "12", "target": 3}',
-    '{"nums": [[1], [2]], "target": 3}',
     '{"nums": [5, -2], "target": 3}',
-    '{"target": 3}',
     '{"nums": [1, 2]}',
     '"nums\\ntarget"',
-    "12",
-    "nums: 1, 2",
     '{"nums": [1, 2], "tar',
 ])
 def test_a_row_that_cannot_be_used_is_one_line_that_names_it(line, tmp_path):
@@ -351,7 +260,6 @@ def test_a_row_that_cannot_be_used_is_one_line_that_names_it(line, tmp_path):
 
 @pytest.mark.parametrize("name, content", [
     ("missing.jsonl", None),
-    ("missing/folder", None),
     ("empty.jsonl", b"\n \n"),
     ("no-table.parquet", b"not a table"),
     ("latin-1.jsonl", b'{"nums": [1, 2], "target": 3, "note": "\xe9"}\n'),
@@ -371,6 +279,18 @@ def test_a_data_set_that_cannot_be_read_is_one_line_that_names_it(name, content,
     assert "\n" not in str(raised.value)
 
 
+def test_lines_may_have_a_response_whole_floats_blanks_and_any_character(tmp_path):
+    path = tmp_path / "data.jsonl"
+    lines = '{"nums":[1,2],"target":3,"note":"a\u2028b"}\r\n\n {"response": 3.0, "nums": [1, 2.0]}'
+    path.write_bytes(lines.encode("utf-8-sig"))  # as editors of Windows begin a file
+
+    first, second = load(str(path), None)
+
+    assert (second["nums"], second["target"], second["prompt"]) == (
+        first["nums"], first["target"], first["prompt"]) == ([1, 2], 3, generate_prompt([1, 2], 3))
+    assert first["note"] == "a\u2028b"
+
+
 def test_any_other_name_is_the_train_split_of_a_hub_data_set(monkeypatch):
     def hub(name, configuration, split):
         assert (name, configuration, split) == ("someone/countdown", None, "train")
@@ -379,16 +299,4 @@ def test_any_other_name_is_the_train_split_of_a_hub_data_set(monkeypatch):
     monkeypatch.setattr(countdown, "load_dataset", hub)
 
     assert [row["id"] for row in load("someone/countdown", None)] == [7, 8]
-    assert problems(load("someone/countdown", 1)) == [([1, 2], 3)]
-
-
-def test_a_hub_data_set_that_cannot_be_had_is_one_line_that_names_it(monkeypatch):
-    def hub(*args, **kwargs):
-        raise ConnectionError("no network\nmore about it")
-
-    monkeypatch.setattr(countdown, "load_dataset", hub)
-
-    with pytest.raises(ValueError, match=r"^data\.dataset.*someone/countdown.*$") as raised:
-        load("someone/countdown", None)
-
-    assert "\n" not in str(raised.value)
+    assert [row["id"] for row in load("someone/countdown", 1)] == [7]

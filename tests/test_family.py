@@ -13,14 +13,12 @@ from conftest import (
     learn,
     learn_in_plain_loops,
     learning_config,
-    make_config,
     make_model,
     make_policy,
     make_trajectories,
     relative_error,
 )
-from kl import measured
-from processes import ROOT, ranks
+from processes import ranks
 from torch.nn.utils import parameters_to_vector
 
 import main
@@ -83,11 +81,6 @@ def test_a_second_update_with_another_ratio_equals_the_plain_formula(name, kl, c
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_nothing_is_learned_from_truncated_answers_but_they_count(name, one_rank):
     learn_as_in_plain_loops({**PUBLISHED[name], **MASK})
-
-
-@pytest.mark.parametrize("name", RATIOS)
-def test_with_one_update_a_batch_the_ratio_has_no_effect(name, one_rank):
-    learn_as_in_plain_loops({**RATIOS[name], **CLIPS["clipped"]})
 
 
 def test_an_update_that_is_not_finite_is_skipped_and_the_one_before_it_stays(
@@ -157,7 +150,7 @@ def test_the_gradient_is_the_same_on_any_number_of_ranks(tmp_path):
     cases = cases_on_ranks()
     expected = [learn_in_plain_loops(make_batch(half_learns), ARCHITECTURE[dtype], **keys)
                 for keys, dtype, half_learns in cases]
-    for num_ranks in (1, 2, 3):
+    for num_ranks in (2, 3):  # One rank is that of the other tests.
 
         result = ranks(num_ranks, learn_from_shares, tmp_path / "found.pt", cases)
 
@@ -167,48 +160,3 @@ def test_the_gradient_is_the_same_on_any_number_of_ranks(tmp_path):
             bound = BOUND[case[1]]
             assert own[0] == pytest.approx(plain[0], abs=bound), (num_ranks, case)
             assert relative_error(own[1], plain[1]) < bound, (num_ranks, case)
-
-
-# ---------------------------------------------------------------- what KL penalties estimate
-
-def test_the_kl_penalties_estimate_what_the_page_says():
-    """The means are over all answers, weighted by their probability."""
-    page = (ROOT / "docs" / "loss.md").read_text()
-    for length, name in ((1, "one token"), (4, "up to four")):
-        row = measured(L=length, distance=0.3)
-        assert row["probability"] == pytest.approx(1, abs=1e-12)
-        assert (f"| {name} | {row['kl']:.3f} | {row['estimate / kl']:.6f} "
-                f"| {row['cosine reward']:.6f} | {row['cosine loss']:.6f} |") in page
-        if length == 1:  # Here the gradient of `kl_in: reward` is on average that of KL itself.
-            assert row["cosine reward"] == pytest.approx(1, abs=1e-11)
-            assert row["length reward"] == pytest.approx(1, abs=1e-11)
-
-
-# ---------------------------------------------------------------- scaled advantages
-
-def scaled(rewards: list[float], scale: str) -> list[float]:
-    question = main.Question({}, [])
-    group = [main.Trajectory(question, [0], "", False, reward=reward) for reward in rewards]
-    main.compute_advantages(group, make_config(training__scale_rewards=scale).training)
-    return [answer.advantage for answer in group]
-
-
-def test_advantages_of_grpo_are_divided_by_the_groups_standard_deviation():
-    rewards = [1.1, 0.1, 0.1, 0.0]
-    mean = sum(rewards) / 4
-    deviation = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / 3)
-    expected = [(reward - mean) / (deviation + 1e-4) for reward in rewards]
-
-    assert scaled(rewards, "group") == pytest.approx(expected, rel=1e-12)
-    assert scaled([0.1] * 7, "group") == [0.0] * 7  # Also exactly 0 where rewards are equal.
-
-
-def test_advantages_of_maxrl_are_divided_by_the_mean_size_of_the_rewards():
-    # With a share p of right answers, they are 1 / p - 1 for a right one, and -1 for a wrong one.
-    assert scaled([1.0, 0.0, 0.0, 0.0], "mean") == [3, -1, -1, -1]
-    assert scaled([1.0, 1.0, 0.0, 1.0], "mean") == pytest.approx([1/3, 1/3, -1, 1/3])
-    assert scaled([1.1, 0.1, 0.1, 0.1], "mean") == pytest.approx([0.75 / 0.35] + [-0.25 / 0.35] * 3)
-    assert scaled([0.0] * 4, "mean") == [0.0] * 4
-    # Negative rewards turn no sign, and nothing is divided by 0.
-    assert scaled([-1.0, 0.0], "mean") == [-1, 1]
-    assert scaled([-1.0, 1.0], "mean") == [-1, 1]

@@ -1,10 +1,8 @@
 """The loss and its gradient against a formula in plain loops, the update, advantages, and what is
 due when."""
 
-import itertools
 import math
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,14 +20,13 @@ from conftest import (
     make_model,
     make_policy,
     make_trajectories,
-    plain_logprobs,
     relative_error,
     sample,
 )
 
 import main
 from machinery.errors import SharedError
-from machinery.metrics import count_skipped, pass_at_k
+from machinery.metrics import count_skipped
 from machinery.passes import split_into_micro_batches
 from machinery.settings import is_due
 
@@ -55,12 +52,8 @@ def make_pairs() -> list:
     return answers
 
 
-# The types are those in which all of a model computes.
-GRADIENTS = [("gpt2", torch.float64), ("qwen2", torch.float32), ("llama", torch.float32),
-             ("gemma2", torch.float32)]
-
-
-@pytest.mark.parametrize(("architecture", "dtype"), GRADIENTS, ids=str)
+@pytest.mark.parametrize(("architecture", "dtype"), [
+    ("gpt2", torch.float64), ("qwen2", torch.float32), ("gemma2", torch.float32)], ids=str)
 @pytest.mark.parametrize("tokens_per_micro_batch", [1, 50, 100_000])
 def test_loss_and_gradient_equal_the_plain_formula_for_any_micro_batch_size(
         tokens_per_micro_batch, architecture, dtype, one_rank):
@@ -76,16 +69,6 @@ def test_loss_and_gradient_equal_the_plain_formula_for_any_micro_batch_size(
     assert metrics["loss"] == pytest.approx(expected_loss, abs=BOUND[dtype])
 
 
-def test_gradient_checkpointing_does_not_change_the_gradient(one_rank):
-    model = make_model("gpt2", torch.float64)
-    model.activation_checkpointing_enable()
-    _, expected = learn_in_plain_loops(make_pairs(), "gpt2")
-
-    learn(model, make_pairs())
-
-    assert relative_error(gradient(model), expected) < BOUND[torch.float64]
-
-
 def test_learning_puts_the_model_back_into_train_mode_after_sampling(one_rank):
     """In eval mode gradient checkpointing has no effect."""
     model = make_model()
@@ -97,57 +80,28 @@ def test_learning_puts_the_model_back_into_train_mode_after_sampling(one_rank):
     assert all(module.training for module in model.modules())
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_log_probabilities_and_entropies_are_those_of_each_answer_alone(
-        architecture, checkpointing):
+def test_entropies_are_those_of_each_answer_alone(architecture):
     """The expected ones come from the model's own logits, without any padding."""
     answers = make_pairs()
-    model = make_model(architecture).train()
-    if checkpointing:
-        model.activation_checkpointing_enable()
-    expected_log_probs, expected_entropies = [], []
-    for answer, log_probs in zip(answers, plain_logprobs(model, answers, TEMPERATURE)):
-        expected_log_probs += log_probs
-        ids = answer.prompt_ids + answer.completion_ids
-        logits = model(torch.tensor([ids])).logits[0, len(answer.prompt_ids) - 1:-1]
+    model = make_model(architecture)
+    expected = []
+    for answer in answers:
+        ids = torch.tensor([answer.prompt_ids + answer.completion_ids])
+        logits = model(ids).logits[0, len(answer.prompt_ids) - 1:-1]
         p = torch.softmax(logits / TEMPERATURE, dim=-1)
-        expected_entropies += (-p * p.log()).sum(-1)
+        expected.append((-p * p.log()).sum(-1))
 
-    log_probs, entropies = main.Policy(model, learning_config())(answers)
+    _, entropies = main.Policy(model, learning_config())(answers)
 
-    near = {"rtol": 0, "atol": BOUND[torch.float32]}
-    assert torch.allclose(log_probs, torch.stack(expected_log_probs), **near)
-    assert torch.allclose(entropies, torch.stack(expected_entropies), **near)
+    assert torch.allclose(entropies, torch.cat(expected), rtol=0, atol=BOUND[torch.float32])
 
 
-def test_dropout_is_off_whatever_the_models_config_says(model_folder):
-    folder = model_folder("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
-    model, _ = main.load_model(make_config(model__name=str(folder), model__precision="float32"))
-    ids = torch.arange(2, 12, device=model.device)[None]
-
-    model.train()
-
-    assert torch.equal(model(ids).logits, model(ids).logits)
-
-
-def test_only_answers_with_an_advantage_go_through_the_model(one_rank):
+def test_only_answers_with_an_advantage_are_processed_and_gradients_are_shared_once_an_update(
+        one_rank):
     answers = make_trajectories()
-    run = make_policy(make_model(), learning_config(training__tokens_per_micro_batch=60))
-    passed = []
-    run.policy.register_forward_pre_hook(
-        lambda module, arguments: passed.extend(id(answer) for answer in arguments[0]))
-
-    [update] = main.learn(run, answers)
-
-    with_advantage = [id(answer) for answer in answers if answer.advantage != 0]
-    assert sorted(passed) == sorted(with_advantage)
-    assert update["learned"] == len(with_advantage) < len(answers)
-
-
-def test_gradients_are_shared_once_an_update_however_many_micro_batches_there_are(one_rank):
     run = make_policy(make_model(), learning_config(training__tokens_per_micro_batch=1))
-    buckets = []
+    processed, buckets = [], []
 
     def share(state, bucket):
         buckets.append(bucket.index())
@@ -156,8 +110,13 @@ def test_gradients_are_shared_once_an_update_however_many_micro_batches_there_ar
         return done
 
     run.policy.register_comm_hook(None, share)
-    main.learn(run, make_trajectories())
+    run.policy.register_forward_pre_hook(
+        lambda module, arguments: processed.extend(id(answer) for answer in arguments[0]))
+    [update] = main.learn(run, answers)
 
+    with_advantage = [id(answer) for answer in answers if answer.advantage != 0]
+    assert sorted(processed) == sorted(with_advantage)
+    assert update["learned"] == len(with_advantage) < len(answers)
     assert buckets == [0]  # The model is so small that one bucket holds all gradients.
 
 
@@ -178,23 +137,6 @@ def test_the_norm_of_the_gradient_is_limited_and_told_as_it_was_before(one_rank)
     assert relative_error(gradient(limited), gradient(free) / 4) < 1e-4
 
 
-@pytest.mark.parametrize("keys", [{}, {
-    "training__loss_normalizer": "sequence", "training__kl_beta": 0.04, "training__kl_in": "loss",
-    "training__updates_per_batch": 2, "training__ratio": "sequence"}], ids=["Dr. GRPO", "GRPO"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_gradient_of_an_answer_without_tokens_is_exactly_0(architecture, keys):
-    """A rank that has nothing to learn from computes that of a made-up answer."""
-    config = learning_config(**keys)
-    policy = main.Policy(make_model(architecture).train(), config)
-    batch, = split_into_micro_batches([], config.training)
-
-    log_probs, _ = policy(batch)
-    loss, _ = main.policy_loss(log_probs, batch, {"answers": 4, "tokens": 9}, config.training)
-    loss.backward()
-
-    assert loss == 0 and (gradient(policy) == 0).all()
-
-
 # ---------------------------------------------------------------- the update
 
 def run_that_learns(model, **overrides):
@@ -206,11 +148,8 @@ def run_that_learns(model, **overrides):
     return run
 
 
-@pytest.mark.parametrize("precision", ["mixed", "float32"])
-def test_the_sampler_has_the_new_weights_after_updates_at_the_learning_rate_of_the_step(
-        precision, one_rank):
-    run = run_that_learns(
-        make_model(), model__precision=precision, training__updates_per_batch=2)
+def test_the_sampler_has_the_new_weights_after_updates_at_the_learning_rate_of_the_step(one_rank):
+    run = run_that_learns(make_model(), model__precision="mixed", training__updates_per_batch=2)
     before = [copied.clone() for copied in run.sampler.parameters()]
 
     updates = main.learn(run, make_trajectories())
@@ -271,9 +210,31 @@ def test_the_advantage_is_the_reward_less_the_mean_of_its_group():
     assert advantages_of([1.1, 0.1, 0.1, 0.0]) == pytest.approx([0.775, -0.225, -0.225, -0.325])
 
 
-@pytest.mark.parametrize("size", [2, 3, 7, 32])
-def test_equal_rewards_mean_an_advantage_of_exactly_zero(size):
-    assert advantages_of([0.1] * size) == [0.0] * size
+def test_equal_rewards_mean_an_advantage_of_exactly_zero():
+    for size in (2, 3, 7, 32):  # The mean of some of these would be rounded.
+        assert advantages_of([0.1] * size) == [0.0] * size
+
+
+BY_DEVIATION, BY_MEAN = [{"training__scale_rewards": scale} for scale in ("group", "mean")]
+
+
+def test_advantages_of_grpo_are_divided_by_the_groups_standard_deviation():
+    rewards = [1.1, 0.1, 0.1, 0.0]
+    mean = sum(rewards) / 4
+    deviation = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / 3)
+    expected = [(reward - mean) / (deviation + 1e-4) for reward in rewards]
+
+    assert advantages_of(rewards, **BY_DEVIATION) == pytest.approx(expected, rel=1e-12)
+    assert advantages_of([0.1] * 7, **BY_DEVIATION) == [0.0] * 7  # Also where rewards are equal.
+
+
+def test_advantages_of_maxrl_are_divided_by_the_mean_size_of_the_rewards():
+    # With a share p of right answers, they are 1 / p - 1 for a right one, and -1 for a wrong one.
+    assert advantages_of([1.0, 0.0, 0.0, 0.0], **BY_MEAN) == [3, -1, -1, -1]
+    assert advantages_of([1.0, 1.0, 0.0, 1.0], **BY_MEAN) == pytest.approx([1/3, 1/3, -1, 1/3])
+    assert advantages_of([0.0] * 4, **BY_MEAN) == [0.0] * 4
+    # Negative rewards turn no sign, and nothing is divided by 0.
+    assert advantages_of([-1.0, 1.0], **BY_MEAN) == [-1, 1]
 
 
 SIL = {"training__learning_type": "sil", "training__k_best_of_n": [2, 4]}
@@ -300,20 +261,17 @@ def test_only_the_answers_that_sil_imitates_count_in_the_normalizer():
 
 def test_micro_batches_hold_every_answer_once_within_the_budget():
     answers = make_trajectories(50)
+    for budget in (1, 60):
+        training = make_config(training__tokens_per_micro_batch=budget).training
 
-    def split(tokens):
-        training = make_config(training__tokens_per_micro_batch=tokens).training
-        return split_into_micro_batches(answers, training)
+        batches = split_into_micro_batches(answers, training)
 
-    batches = split(60)
-
-    ids = [id(answer) for batch in batches for answer in batch]
-    assert sorted(ids) == sorted(map(id, answers))
-    for batch in batches:
-        longest = max(len(answer.prompt_ids) + answer.num_tokens for answer in batch)
-        assert len(batch) * longest <= 60
-    # An answer over the budget goes alone.
-    assert [len(batch) for batch in split(1)] == [1] * 50
+        ids = [id(answer) for batch in batches for answer in batch]
+        assert sorted(ids) == sorted(map(id, answers))
+        for batch in batches:
+            longest = max(len(answer.prompt_ids) + answer.num_tokens for answer in batch)
+            # An answer over the budget goes alone.
+            assert len(batch) * longest <= budget or len(batch) == 1
 
 
 def test_the_learning_rate_warms_up_and_then_stays_or_decays():
@@ -338,28 +296,7 @@ def test_what_happens_every_so_many_steps_also_happens_after_the_last():
 
 def test_five_skipped_steps_in_a_row_end_the_run_and_a_good_one_between_them_does_not():
     bad, good = {"non_finite": 1}, {"non_finite": 0}
-    counts = [0]
-    for step, update in enumerate([bad, bad, good, bad, bad, bad, bad], start=1):
-        counts.append(count_skipped(counts[-1], update, step))
 
-    assert counts == [0, 1, 2, 0, 1, 2, 3, 4]
+    assert (count_skipped(3, bad, 9), count_skipped(4, good, 9)) == (4, 0)
     with pytest.raises(SharedError, match="not finite in 5 steps in a row, up to step 9"):
         count_skipped(4, bad, 9)
-
-
-@pytest.mark.parametrize(("n", "ks"), [(1, [1]), (4, [1, 2, 4]), (6, [1, 2, 4, 6])])
-def test_pass_at_k_is_the_share_of_choices_of_k_answers_with_a_right_one(n, ks):
-    groups = []
-    for num_right in range(n + 1):
-        right = [float(i < num_right) for i in range(n)]
-        groups.append([SimpleNamespace(reward_parts={"right": value}) for value in right])
-    expected = {}
-    for k in ks:
-        shares = []
-        for group in groups:
-            choices = list(itertools.combinations(group, k))
-            right = [any(answer.reward_parts["right"] for answer in choice) for choice in choices]
-            shares.append(sum(right) / len(right))
-        expected[f"eval/pass_at_{k}"] = pytest.approx(sum(shares) / len(shares))
-
-    assert pass_at_k(groups, SimpleNamespace(SOLVED="right")) == expected

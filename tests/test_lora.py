@@ -3,38 +3,36 @@
 import re
 import runpy
 import sys
-from types import SimpleNamespace
 
 import ask
 import pytest
 import torch
 import transformers
+from architectures import save_with_tokenizer
 from conftest import (
     BOUND,
     GROUP,
     QUESTIONS,
-    SILENT_LOG,
     SMALL,
     TEMPERATURE,
     L,
     as_numbers,
-    clear_choices,
     digest,
     make_config,
+    make_model,
     make_policy,
     make_trajectories,
     plain_logprobs,
     plain_loss,
     relative_error,
-    sample_from,
     start,
     training_steps,
 )
 from processes import ROOT
+from tiny_models import VOCABULARY
 
 import main
 from machinery.errors import UserError
-from machinery.tasks import encode_prompt
 
 LORA = ["model.lora_rank=4", "model.lora_alpha=8"]
 
@@ -54,28 +52,24 @@ def change_adapters(model, size=0.1):
             parameter.normal_(0, size)
 
 
-def learning_parameters(model):
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-def gradient_of_adapters(model):
-    return torch.cat([parameter.grad.flatten() for parameter in learning_parameters(model)])
+def gradient_of_adapters(model) -> torch.Tensor:
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+    return torch.cat([gradient.flatten() for gradient in gradients])
 
 
 # ---------------------------------------------------------------- what learns
 
 @pytest.mark.mathematics
-@pytest.mark.parametrize("checkpointing", [False, True])
 def test_only_the_adapters_learn_and_the_kl_term_measures_from_the_model_without_them(
-        checkpointing, one_rank, model_folder):
+        one_rank, tmp_path):
     """The reference of the plain formula is the model that the adapters were added to."""
-    folder = model_folder("gpt2")
+    save_with_tokenizer(make_model("gpt2", vocab_size=VOCABULARY), tmp_path)
     model, _, config = with_adapters(
-        0.02, model__name=str(folder), training__kl_beta=0.5, training__max_new_gen_tokens=L,
+        0.02, model__name=str(tmp_path), training__kl_beta=0.5, training__max_new_gen_tokens=L,
         sampling__temperature=TEMPERATURE, training__max_grad_norm=None,
-        training__tokens_per_micro_batch=60, model__gradient_checkpointing=checkpointing)
+        training__tokens_per_micro_batch=60, model__gradient_checkpointing=True)
     model = model.double()
-    base = transformers.AutoModelForCausalLM.from_pretrained(folder).double().eval()
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).double().eval()
     trajectories = make_trajectories(QUESTIONS * GROUP)
     reference = as_numbers(plain_logprobs(base, trajectories, TEMPERATURE))
     plain_loss(model, trajectories, QUESTIONS * GROUP, L, TEMPERATURE, beta=0.5,
@@ -96,7 +90,7 @@ def test_only_the_adapters_learn_and_the_kl_term_measures_from_the_model_without
 
 @pytest.mark.mathematics
 @pytest.mark.parametrize("lora_rank", [0, 4])
-@pytest.mark.parametrize("precision", ["mixed", "float32", "bfloat16"])
+@pytest.mark.parametrize("precision", ["mixed", "float32"])
 def test_the_kl_is_exactly_zero_as_long_as_nothing_was_learned(lora_rank, precision):
     config = make_config(
         model__precision=precision, model__lora_rank=lora_rank, training__kl_beta=0.1)
@@ -108,16 +102,6 @@ def test_the_kl_is_exactly_zero_as_long_as_nothing_was_learned(lora_rank, precis
     reference_logprobs, _ = reference(trajectories)
 
     assert torch.equal(reference_logprobs, logprobs) and not reference_logprobs.requires_grad
-
-
-def test_lora_targets_names_the_layers_that_get_adapters():
-    model, _, _ = with_adapters(model__lora_targets=["q_proj", "v_proj"])
-
-    layers = set()
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            layers.add(name.split(".")[-4])
-    assert layers == {"q_proj", "v_proj"}
 
 
 def test_without_peft_the_one_line_says_what_to_install(monkeypatch):
@@ -133,9 +117,7 @@ def test_without_peft_the_one_line_says_what_to_install(monkeypatch):
 def test_in_mixed_precision_what_does_not_learn_is_in_bfloat16_and_shared_with_the_sampler():
     model, _, config = with_adapters(model__precision="mixed")
     sampler = main.make_sampler(model, config)
-    with torch.no_grad():
-        for parameter in learning_parameters(model):
-            parameter += 0.37
+    change_adapters(model)
     main.refresh_sampler(sampler, model)
 
     for parameter, copied in zip(model.parameters(), sampler.parameters(), strict=True):
@@ -145,38 +127,9 @@ def test_in_mixed_precision_what_does_not_learn_is_in_bfloat16_and_shared_with_t
         assert (parameter.data_ptr() == copied.data_ptr()) == (not parameter.requires_grad)
 
 
-@pytest.mark.mathematics
-def test_answers_are_sampled_through_the_adapters():
-    """At top_k 1 there is one answer: that of the model's own logits."""
-    model, tokenizer, config = with_adapters(sampling__top_k=1, training__max_new_gen_tokens=24)
-    task = main.load_task(config)
-    rows = task.load(str(ROOT / "tiny" / "countdown.parquet"), 4)
-    prompts = [encode_prompt(row, task, tokenizer, config) for row in rows]
-    run = SimpleNamespace(config=config, tokenizer=tokenizer, log=SILENT_LOG,
-                          stop_ids=main.find_stop_ids(model, tokenizer),
-                          sampler=main.make_sampler(model, config))
-
-    for answer in sample_from(run, prompts, 2):
-        ids = torch.tensor([answer.prompt_ids + answer.completion_ids])
-        logits = model(ids).logits[0, len(answer.prompt_ids) - 1:-1]
-        assert clear_choices(logits) == answer.completion_ids
-
-
 # ---------------------------------------------------------------- what is left
 
-def plain_model_of(best, folder):
-    """What the lines of docs/models.md make of adapters, loaded as any other model."""
-    page = (ROOT / "docs" / "models.md").read_text()
-    lines = re.search(r"```python\n(from peft .*?)```", page, re.DOTALL)[1]
-    for shown, meant in (("runs/<name>/best", best), ("merged", folder)):
-        assert lines.count(f'"{shown}"') == 2
-        lines = lines.replace(f'"{shown}"', repr(str(meant)))
-    (folder.parent / "merge.py").write_text(lines)
-    runpy.run_path(str(folder.parent / "merge.py"))
-    return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-
-
-def test_best_is_an_adapter_that_loads_from_anywhere_and_that_peft_makes_a_plain_model_of(
+def test_best_is_an_adapter_that_loads_from_anywhere_and_can_be_made_a_plain_model(
         tmp_path, monkeypatch, capsys):
     def train(run):
         """In place of main.train: the first evaluation, of adapters that are not fresh."""
@@ -187,13 +140,17 @@ def test_best_is_an_adapter_that_loads_from_anywhere_and_that_peft_makes_a_plain
     assert start([*SMALL, *LORA, f"run.dir={tmp_path}"]) == 0
     monkeypatch.chdir("/")
     best, merged = tmp_path / "a" / "best", tmp_path / "merged"
+    # The lines of docs/models.md.
+    page = (ROOT / "docs" / "models.md").read_text()
+    lines = re.search(r"```python\n(from peft .*?)```", page, re.DOTALL)[1]
+    lines = lines.replace("runs/<name>/best", str(best)).replace('"merged"', f'"{merged}"')
+    (tmp_path / "merge.py").write_text(lines)
+    runpy.run_path(str(tmp_path / "merge.py"))
 
-    adapted = transformers.AutoModelForCausalLM.from_pretrained(best).eval()
-    plain = plain_model_of(best, merged)
-    base = transformers.AutoModelForCausalLM.from_pretrained(ROOT / "tiny" / "model").eval()
+    adapted, plain, base = [
+        transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+        for folder in (best, merged, ROOT / "tiny" / "model")]
 
-    assert (best / "adapter_model.safetensors").exists()
-    assert not (best / "model.safetensors").exists()
     assert not any("lora_" in name for name, _ in plain.named_parameters())
     assert len(transformers.AutoTokenizer.from_pretrained(merged)) == plain.config.vocab_size
     ids = torch.arange(2, 30)[None]
@@ -211,18 +168,13 @@ def test_best_is_an_adapter_that_loads_from_anywhere_and_that_peft_makes_a_plain
 def test_a_resumed_run_with_a_kl_term_ends_as_an_uninterrupted_one(more, tmp_path):
     """The reference stays the model that the run began with."""
     settings = [*SMALL, *more, "training.kl_beta=0.05", "training.updates_per_batch=2",
-                "checkpoint.every=2", "validation.every=2"]
-    whole, resumed = f"run.dir={tmp_path / 'whole'}", f"run.dir={tmp_path / 'resumed'}"
+                "checkpoint.every=1", "validation.every=1"]
+    for name, max_steps in (("whole", 2), ("resumed", 1), ("resumed", 2)):
+        assert start([*settings, f"run.dir={tmp_path / name}",
+                      f"training.max_steps={max_steps}"]) == 0
 
-    assert start([*settings, whole, "training.max_steps=4"]) == 0
-    for max_steps in (2, 4):
-        assert start([*settings, resumed, f"training.max_steps={max_steps}"]) == 0
-
-    ends = []
-    for name in ("whole", "resumed"):
-        checkpoint = tmp_path / name / "a" / "checkpoints" / "step-000004"
-        ends.append((training_steps(tmp_path / name / "a"),
-                     digest(checkpoint / "tensors-1.safetensors")))
-    assert ends[0] == ends[1]
-    steps, _ = ends[0]
-    assert [step["updated"] for step in steps] == [2] * 4 and steps[0]["kl"] < steps[-1]["kl"]
+    whole, resumed = tmp_path / "whole" / "a", tmp_path / "resumed" / "a"
+    first, second = training_steps(whole)
+    assert training_steps(resumed) == [first, second] and first["kl"] > 0
+    tensors = "checkpoints/step-000002/tensors-1.safetensors"
+    assert digest(whole / tensors) == digest(resumed / tensors)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from architectures import (
     LONG,
     begin,
@@ -14,9 +13,9 @@ from architectures import (
     plain_log_probs,
     save_with_tokenizer,
 )
-from conftest import SMALL, relative_error, start
-from processes import ranks, torchrun
-from tiny_models import CANNOT, names, tiny_config, tiny_model
+from conftest import SMALL, make_config, make_trajectories, relative_error, start
+from processes import ranks
+from tiny_models import names, tiny_config, tiny_model
 
 import main
 from machinery import check, model, prompts, sampling, settings, tasks
@@ -28,8 +27,8 @@ from machinery.sharding import unsharded
 # a decoder within a base model, and a base model without a name.
 THAT_MATTER = ["lfm2", "qwen3_5", "falcon_h1", "granitemoehybrid", "gemma3", "gemma4", "llama4",
                "opt", "phimoe", "qwen3_moe"]
-SHARDED = ["lfm2", "qwen3_5", "falcon_h1", "gemma3", "llama4"]
-OTHERS = [name for name in names() if name not in (*THAT_MATTER, *CANNOT)]
+SHARDED = ["lfm2", "gemma3", "llama4"]
+OTHERS = [name for name in names() if name not in THAT_MATTER]
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +53,7 @@ def test_samples_log_probabilities_and_gradients_are_those_of_plain_passes(
         name, tmp_path, one_rank):
     finding = examine(name, tmp_path)
 
-    assert not finding.refusal
-    assert not finding.wrong, finding.differences
+    assert not finding.refusal and not finding.wrong, finding
 
 
 @pytest.mark.soak
@@ -63,16 +61,13 @@ def test_samples_log_probabilities_and_gradients_are_those_of_plain_passes(
 def test_every_architecture_is_right_or_refused(name, tmp_path, one_rank):
     finding = examine(name, tmp_path)
 
-    assert not finding.wrong, finding.differences
+    assert not finding.wrong, finding
 
 
 def compare_shards(folders: list[str]):
     """On each rank: the gradient that sharded weights get, and that of a plain pass."""
     join()
-    answers = []
-    for i in range(4):
-        question = main.Question({}, LONG[: 4 + i])
-        answers.append(main.Trajectory(question, LONG[i:], "", False))
+    answers = make_trajectories(4)
     for folder in folders:
         plain = begin(Path(folder))
         plain.model.eval()
@@ -82,19 +77,15 @@ def compare_shards(folders: list[str]):
         run.policy.train()
         log_probs, _ = run.policy(answers)
         log_probs.sum().backward()
-        gradients = []
-        for parameter in run.model.parameters():
-            if parameter.requires_grad:
-                gradients.append(unsharded(parameter.grad).flatten())
+        gradients = [unsharded(parameter.grad).flatten() for parameter in run.model.parameters()
+                     if parameter.requires_grad]
         error = relative_error(torch.cat(gradients), learned_gradient(plain.model))
         assert error < 1e-4, (folder, error)
 
 
 @pytest.mark.mathematics
 def test_sharded_weights_of_two_ranks_get_the_gradient_of_plain_passes(folder_of):
-    folders = [str(folder_of(name)) for name in SHARDED]
-
-    result = ranks(2, compare_shards, folders)
+    result = ranks(2, compare_shards, [str(folder_of(name)) for name in SHARDED])
 
     assert result.returncode == 0, result.stderr
 
@@ -113,29 +104,7 @@ def test_what_cannot_be_trained_is_one_line_that_names_the_architecture(
     assert code == 2 and reason in said and "Traceback" not in said
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("name", [
-    "lfm2", "qwen3_5", "gemma3", "gemma4", "gpt2", "opt", "llama4"])
-def test_a_run_of_two_ranks_trains_it(name, folder_of, tmp_path):
-    result = torchrun(2, "main.py", *SMALL, f"model.name={folder_of(name)}", f"run.dir={tmp_path}")
-
-    assert result.returncode == 0, result.stderr
-    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "best")
-    assert type(saved) is type(tiny_model(name))
-
-
 # ---------------------------------------------------------------- the check
-
-def shift_positions(monkeypatch):
-    """Those of the prompts alone: what counts is how far apart two tokens are."""
-    def prefill_shifted(model, ids, mask):
-        with monkeypatch.context() as patched:
-            patched.setattr(prompts, "position_ids", lambda mask: position_ids(mask) + 1)
-            return sampling.prefill(model, ids, mask)
-
-    position_ids = prompts.position_ids
-    monkeypatch.setattr(prompts, "prefill", prefill_shifted)
-
 
 def ignore_padding(monkeypatch):
     def prefill_all(model, ids, mask):
@@ -145,24 +114,8 @@ def ignore_padding(monkeypatch):
 
 
 def forget_the_temperature(monkeypatch):
-    begin_policy = main.Policy.__init__
-
-    def begin_without(self, *arguments, **named):
-        begin_policy(self, *arguments, **named)
-        self.temperature = 1.0
-
-    monkeypatch.setattr(main.Policy, "__init__", begin_without)
-
-
-def swap_special_tokens(monkeypatch):
-    """The end of a text in place of its padding, and the other way round."""
-    pad_right = main.pad_right
-
-    def swapped(rows, device):
-        other = {0: 1, 1: 0}
-        return pad_right([[other.get(token, token) for token in row] for row in rows], device)
-
-    monkeypatch.setattr(main, "pad_right", swapped)
+    always_1 = property(lambda policy: 1.0, lambda policy, temperature: None)
+    monkeypatch.setattr(main.Policy, "temperature", always_1, raising=False)
 
 
 def mix_rows_up(monkeypatch):
@@ -171,13 +124,11 @@ def mix_rows_up(monkeypatch):
 
 
 @pytest.mark.parametrize("fault, what", [
-    (shift_positions, "log-probabilities differ"),
     (ignore_padding, "log-probabilities differ"),
     (forget_the_temperature, "log-probabilities differ"),
-    (swap_special_tokens, "log-probabilities differ"),
     (mix_rows_up, "log-probabilities while sampling differ"),
 ])
-@pytest.mark.parametrize("precision", ["float32", "mixed", "bfloat16"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_the_check_notices_a_fault_in_any_precision(
         fault, what, precision, monkeypatch, tmp_path, capsys):
     """In the run that everyone starts with, but for a temperature."""
@@ -190,14 +141,6 @@ def test_the_check_notices_a_fault_in_any_precision(
     assert f"Qwen2ForCausalLM cannot be trained here: {what}" in capsys.readouterr().err
 
 
-def test_the_check_notices_an_output_layer_that_runs_the_body_again(
-        folder_of, monkeypatch, one_rank):
-    monkeypatch.setattr("machinery.passes.body_of", lambda model: model.base_model)
-
-    with pytest.raises(UserError, match="OPTForCausalLM cannot be trained here: log-prob"):
-        begin(folder_of("opt"))
-
-
 def test_the_check_notices_noise_that_a_model_adds_only_while_it_learns(folder_of, one_rank):
     run = begin(folder_of("phimoe"))
     for layer in run.model.modules():
@@ -208,73 +151,38 @@ def test_the_check_notices_noise_that_a_model_adds_only_while_it_learns(folder_o
         check.check_model(run.policy, run.sampler, LONG, 0, run.config)
 
 
-def test_a_run_checks_its_model_when_it_begins_and_when_it_resumes(tmp_path, monkeypatch):
-    checked = []
-    monkeypatch.setattr(main, "check_model", lambda *arguments: checked.append(arguments))
-
-    start([*SMALL, "training.max_steps=1", f"run.dir={tmp_path}"])
-    start([*SMALL, "training.max_steps=1", f"run.dir={tmp_path}"])
-
-    assert len(checked) == 2
-
-
 # ---------------------------------------------------------------- parts that no text goes through
 
-def test_a_tower_for_images_does_not_learn_and_is_told_of(folder_of, one_rank, capsys):
-    run = begin(folder_of("gemma3"))
-
+def test_a_tower_for_images_does_not_learn_is_told_of_and_gets_no_adapters(
+        folder_of, one_rank, capsys):
+    full = begin(folder_of("gemma3")).model
     said = capsys.readouterr().out
+    adapted = begin(folder_of("gemma3"), model__lora_rank=2).model
+
     assert "like model.vision_tower" in said and "stay as they are" in said
-    for name, parameter in run.model.named_parameters():
+    for name, parameter in full.named_parameters():
         assert parameter.requires_grad == ("language_model" in name), name
-
-
-def test_a_tower_for_images_gets_no_adapters(folder_of, one_rank):
-    run = begin(folder_of("gemma3"), model__lora_rank=2)
-
-    adapters = [name for name, _ in run.model.named_parameters() if "lora_" in name]
+    adapters = [name for name, _ in adapted.named_parameters() if "lora_" in name]
     assert adapters and all("language_model" in name for name in adapters)
 
 
-def test_in_mixed_precision_only_what_learns_is_loaded_in_float32(folder_of, monkeypatch, one_rank):
-    load = model.AutoModelForCausalLM.from_pretrained
-    types = []
+def test_with_adapters_mixed_precision_loads_no_float32_masters_of_frozen_weights():
+    full, adapted = [make_config(model__precision="mixed", model__lora_rank=rank).model
+                     for rank in (0, 4)]
 
-    def load_and_note(*arguments, dtype, **named):
-        types.append(dtype)
-        return load(*arguments, dtype=dtype, **named)
-
-    monkeypatch.setattr(model.AutoModelForCausalLM, "from_pretrained", load_and_note)
-
-    full = begin(folder_of("gemma3"), model__precision="mixed").model
-    adapted = begin(folder_of("gemma3"), model__precision="mixed", model__lora_rank=2).model
-
-    assert types == [torch.float32, torch.bfloat16]
-    for loaded in (full, adapted):
-        for name, parameter in loaded.named_parameters():
-            if parameter.requires_grad:
-                assert parameter.dtype == torch.float32, name
-            elif parameter.ndim > 1:
-                assert parameter.dtype == torch.bfloat16, name
+    assert model.type_when_loaded(full) == torch.float32
+    assert model.type_when_loaded(adapted) == torch.bfloat16
 
 
 # ---------------------------------------------------------------- loading
 
 def test_dropout_and_the_noise_of_routers_are_off(folder_of, one_rank):
-    loaded = begin(folder_of("phimoe")).model
-    assert tiny_config("phimoe").router_jitter_noise > 0
+    assert tiny_config("gpt2").resid_pdrop > 0 and tiny_config("phimoe").router_jitter_noise > 0
 
-    for layer in loaded.modules():
-        assert getattr(layer, "router_jitter_noise", 0) == 0
-        assert getattr(layer, "p", 0) == 0  # of nn.Dropout
-
-
-def test_a_quantized_model_is_refused(folder_of, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(transformers.Lfm2ForCausalLM, "is_quantized", True, raising=False)
-
-    code = start([*SMALL, f"model.name={folder_of('lfm2')}", f"run.dir={tmp_path}"])
-
-    assert code == 2 and "is quantized" in capsys.readouterr().err
+    for name in ("gpt2", "phimoe"):
+        for layer in begin(folder_of(name)).model.modules():
+            assert getattr(layer, "router_jitter_noise", 0) == 0
+            assert getattr(layer, "p", 0) == 0  # of nn.Dropout
 
 
 def test_longrope_models_end_where_the_frequencies_of_all_rows_would_change():

@@ -13,5 +13,5 @@ def test_every_fault_can_be_put_into_the_sources():
 @pytest.mark.soak
 @pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.fault for mutant in MUTANTS])
 def test_a_fault_is_noticed(mutant):
-    failed, output = first_failure(mutant, [mutant.test])
+    failed, output = first_failure(mutant)
     assert failed, output

@@ -7,8 +7,6 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import safetensors.torch
-import torch
 import transformers
 import yaml
 from conftest import (
@@ -16,23 +14,18 @@ from conftest import (
     SILENT_LOG,
     SMALL,
     TIMES,
+    digest,
     make_config,
     read_jsonl,
-    run_without_curves,
-    start,
     training_steps,
+    uninterrupted,
 )
 from processes import ROOT, ranks, run, torchrun
 
 import countdown
 import main
-from logger import answer_lines
-from machinery.metrics import update_metrics
 from machinery.ranks import end_process, join, leave_group, max_over_ranks, sum_over_ranks
 from machinery.tasks import split
-
-TINY_MODEL = ROOT / "tiny" / "model"
-
 
 # ---------------------------------------------------------------- what a run leaves behind
 
@@ -46,7 +39,6 @@ def two_ranks(tmp_path_factory):
 
 
 def test_every_step_and_every_evaluation_has_all_of_its_metrics(two_ranks):
-    """test_readme.py compares their names with docs/numbers.md."""
     folder, _ = two_ranks
 
     entries = read_jsonl(folder / "metrics.jsonl")
@@ -57,15 +49,33 @@ def test_every_step_and_every_evaluation_has_all_of_its_metrics(two_ranks):
     assert set(before) == set(after_second) == set(after_third)
     assert set(second) == set(third) > TIMES | CHANGE
     assert set(step) == set(second) | {"sampler_gap"}
-    num_tokens = 16 * step["completion_length"]
     seconds = sum(step[name] for name in step if name.startswith("seconds/"))
-    assert step["tokens_per_second"] == pytest.approx(num_tokens / seconds)
+    assert step["tokens_per_second"] == pytest.approx(16 * step["completion_length"] / seconds)
     assert step["memory_gb"] > 0
+
+
+def test_each_metric_has_its_meaning_in_the_docs_and_no_other_has(two_ranks):
+    measured = set()
+    for line in read_jsonl(two_ranks[0] / "metrics.jsonl"):
+        for name in line:
+            name = re.sub(r"/(format|answer)$", "/<part>", name)
+            name = re.sub(r"^eval/solved/\d+$", "eval/solved/<group>", name)
+            name = re.sub(r"pass_at_\d+", "pass_at_<k>", name)
+            if not name.endswith(("_low", "_high")):
+                measured.add(name)
+
+    page = (ROOT / "docs" / "numbers.md").read_text()
+    chapter = page.split("## Every metric\n")[1].split("\n## ")[0]
+    explained = {"loss", "learning_rate"}
+    for line in re.findall(r"^- (`.*?):[ \n]", f"{chapter}\n", re.MULTILINE):
+        explained |= set(re.findall("`(.*?)`", line))
+
+    assert measured - explained == {"step"}
+    assert explained - measured == {"kl", "clipped"}  # They need other settings.
 
 
 def test_samples_hold_every_answer_graded_as_the_task_grades_it(two_ranks):
     folder, _ = two_ranks
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "best")
 
     samples = read_jsonl(folder / "samples.jsonl")
 
@@ -78,95 +88,45 @@ def test_samples_hold_every_answer_graded_as_the_task_grades_it(two_ranks):
         assert parts == sample["reward_parts"]
         assert sample["solved"] == parts["answer"]
         assert sample["reward"] == pytest.approx(0.1 * parts["format"] + parts["answer"])
-        ids = tokenizer(sample["completion"])["input_ids"]
-        assert sample["completion_length"] == len(ids) + (not sample["truncated"])
 
 
 def test_the_best_model_is_kept_and_loads_as_any_other(two_ranks):
     folder, _ = two_ranks
-    summary = json.loads((folder / "summary.json").read_text())
+    evaluations = [entry for entry in read_jsonl(folder / "metrics.jsonl") if "reward" not in entry]
 
     best = transformers.AutoModelForCausalLM.from_pretrained(folder / "best")
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "best")
-    original = transformers.AutoModelForCausalLM.from_pretrained(TINY_MODEL)
-    assert len(tokenizer) == best.config.vocab_size
+    original = transformers.AutoModelForCausalLM.from_pretrained(ROOT / "tiny" / "model")
     assert best.generation_config.to_diff_dict() == original.generation_config.to_diff_dict()
-    evaluations = [entry for entry in read_jsonl(folder / "metrics.jsonl") if "reward" not in entry]
-    assert summary["best"] == max(
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "best")
+    assert len(tokenizer) == best.config.vocab_size
+    best_evaluation = max(
         evaluations, key=lambda entry: (entry["eval/best_of_n"], entry["eval/solved"]))
-    assert (folder / "best").resolve().name == f"best-{summary['best']['step']:06d}"
+    assert (folder / "best").resolve().name == f"best-{best_evaluation['step']:06d}"
 
 
-def test_the_resolved_settings_the_curves_and_a_summary_are_kept(two_ranks):
+def test_the_resolved_settings_the_curves_and_a_summary_are_kept_and_answers_are_shown(two_ranks):
     folder, said = two_ranks
-    entries = read_jsonl(folder / "metrics.jsonl")
 
     settings = yaml.safe_load((folder / "config.yaml").read_text())
-    summary = json.loads((folder / "summary.json").read_text())
 
     assert settings["training"]["max_steps"] == 3
     assert settings["model"]["precision"] == "float32"  # Not the null of config.yaml.
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert (summary["first"], summary["last"], summary["steps"]) == (entries[0], entries[-1], 3)
-    assert json.loads(said.splitlines()[-1]) == summary
+    assert said.splitlines()[-1] == (folder / "summary.json").read_text().strip()
+    line = r"evaluation at step 3:  solved \S+ \(\S+\)  best of 2 \S+  length \d+\n"
+    assert re.search(line, said) and said.count("-> reward ") == 9  # three after each evaluation
 
 
-def test_more_evaluations_and_other_micro_batches_change_no_training_metric(two_ranks, tmp_path):
+def test_more_evaluations_change_no_training_metric_and_no_weight(two_ranks, tmp_path):
     folder, _ = two_ranks
 
-    result = ranks(2, run_without_curves, *SMALL, "validation.every=1", f"run.dir={tmp_path}",
-                   "training.tokens_per_micro_batch=100")
+    uninterrupted(2, tmp_path, "validation.every=1")
 
-    assert result.returncode == 0, result.stderr
-    steps = zip(training_steps(folder), training_steps(tmp_path / "a"), strict=True)
-    for expected, found in steps:
-        assert set(found) == set(expected)
-        for name, value in expected.items():
-            # Rounding decides whether some few tokens count as moved.
-            how_near = {"rel": 1e-3 if name in CHANGE else 1e-4, "abs": 1e-7}
-            if name == "moved":
-                how_near = {"abs": 0.05}
-            assert found[name] == pytest.approx(value, **how_near), name
+    assert training_steps(tmp_path / "a") == training_steps(folder)
+    tensors = "checkpoints/step-000003/tensors-1.safetensors"
+    assert digest(tmp_path / "a" / tensors) == digest(folder / tensors)
 
-
-def learned_weights(folder):
-    """The weights of the last checkpoint, without the optimizer state."""
-    tensors = safetensors.torch.load_file(
-        folder / "checkpoints" / "step-000003" / "tensors-1.safetensors")
-    return {name: tensor for name, tensor in tensors.items() if "/" not in name}
-
-
-def test_the_reward_changes_the_weights_and_one_that_is_always_the_same_does_not(
-        two_ranks, tmp_path):
-    original = transformers.AutoModelForCausalLM.from_pretrained(TINY_MODEL)
-    assert start([*SMALL, "task.name=tests/tasks/constant_reward.py", f"run.dir={tmp_path}"]) == 0
-
-    with_reward = learned_weights(two_ranks[0])
-    without = learned_weights(tmp_path / "a")
-
-    for step in training_steps(tmp_path / "a"):
-        assert step["reward"] == pytest.approx(0.1)
-        assert (step["updated"], step["groups_without_signal"]) == (0, 1)
-    for name, weight in original.named_parameters():
-        assert torch.equal(without[name], weight)
-        assert not torch.equal(with_reward[name], weight)
-
-
-@pytest.mark.parametrize("architecture", ["gpt2", "llama", "gemma2"])
-def test_every_architecture_trains_a_step(architecture, model_folder, tmp_path):
-    folder = model_folder(architecture)
-
-    assert start([*SMALL, "training.max_steps=1", f"model.name={folder}",
-                  f"run.dir={tmp_path}"]) == 0
-
-    [step] = training_steps(tmp_path / "a")
-    assert step["completion_length"] > 1
-    best = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "best")
-    assert best.config.model_type == architecture
-
-
-# ---------------------------------------------------------------- the screen
 
 def test_plain_python_is_one_rank_from_any_folder_and_with_the_poorest_alphabet(tmp_path):
     result = run(sys.executable, ROOT / "main.py", *SMALL, "training.max_steps=0", "run.dir=.",
@@ -181,10 +141,6 @@ def test_plain_python_is_one_rank_from_any_folder_and_with_the_poorest_alphabet(
 
 # ---------------------------------------------------------------- questions
 
-def content(row):
-    return tuple(sorted(row["nums"])), row["target"]
-
-
 def test_no_problem_is_in_both_splits_in_whatever_order_of_its_numbers(tmp_path):
     problems = [{"nums": [a, b, 7], "target": 10 + a} for a in range(1, 9) for b in range(1, 9)]
     turned = [{**problem, "nums": problem["nums"][::-1]} for problem in problems]
@@ -192,13 +148,15 @@ def test_no_problem_is_in_both_splits_in_whatever_order_of_its_numbers(tmp_path)
     (tmp_path / "data.jsonl").write_text("".join(lines))
     config = make_config(data__dataset=str(tmp_path / "data.jsonl"), data__num_validation=10)
 
-    training, validation = split(main.load_task(config).load(config.data.dataset, None), config)
+    rows = main.load_task(config).load(config.data.dataset, None)
+    training, validation = split(rows, config)
 
-    learned = {content(row) for row in training}
-    held_out = {content(row) for row in validation}
-    assert len(validation) == len(held_out) == 10
-    assert not learned & held_out
-    assert learned | held_out == {content(row) for row in problems}
+    def content(rows):
+        return {(tuple(sorted(row["nums"])), row["target"]) for row in rows}
+
+    assert len(validation) == len(content(validation)) == 10
+    assert not content(training) & content(validation)
+    assert content(training) | content(validation) == content(problems)
 
 
 def test_neither_a_seed_nor_more_data_trains_on_what_was_held_out():
@@ -237,7 +195,6 @@ def order_of_questions(num_ranks, num_per_rank, monkeypatch, seed=0):
 def test_the_order_of_questions_depends_on_seed_and_epoch_alone(monkeypatch):
     order = order_of_questions(1, 12, monkeypatch)
 
-    assert order == order_of_questions(2, 6, monkeypatch)
     assert order == order_of_questions(3, 4, monkeypatch)
     assert order != order_of_questions(1, 12, monkeypatch, seed=1)
     assert len(set(order[:50])) == len(set(order[50:100])) == 50
@@ -248,7 +205,6 @@ def test_no_reward_can_change_the_row_that_the_next_answer_is_graded_with():
     def greedy(completion, row):
         parts = {"format": 0.0, "answer": float(len(row["nums"][0]) == 1)}
         row["nums"][0].append(7)
-        row.clear()
         return parts
 
     task = main.load_task(make_config())
@@ -257,7 +213,6 @@ def test_no_reward_can_change_the_row_that_the_next_answer_is_graded_with():
 
     for _ in range(2):
         assert main.grade(task, "", row)["answer"] == 1.0
-    assert row == {"nums": [[3]]}
 
 
 # ---------------------------------------------------------------- evaluation
@@ -325,27 +280,6 @@ def test_best_of_n_and_all_means_of_an_evaluation_by_hand():
         "eval/completion_length": 2, "eval/truncated": 1 / 3})
 
 
-def test_a_model_is_saved_only_if_it_is_better_than_the_best_one(monkeypatch):
-    evaluations = iter([[1, 0, 0], [1, 1, 0], [1, 1, 0], [1, 0, 0]])
-    monkeypatch.setattr(
-        main, "evaluate", lambda run: [[graded(value) for value in next(evaluations)]])
-    saved, logged = [], []
-    folder = SimpleNamespace(save_best=lambda *arguments: saved.append(evaluated.step))
-    log = SimpleNamespace(how_it_was_made=lambda step, metrics: {},
-                          evaluation=lambda step, metrics, groups: logged.append(step))
-    evaluated = SimpleNamespace(
-        task=main.load_task(make_config()), best=[0.0, 0.0], folder=folder, log=log, sampler=None,
-        model=SimpleNamespace(generation_config=None), tokenizer=None)
-
-    for step in (1, 2, 3, 4):
-        evaluated.step = step
-        main.evaluate_and_keep_best(evaluated)
-
-    assert (saved, logged) == ([1, 2], [1, 2, 3, 4])
-    assert evaluated.best == pytest.approx([1, 2 / 3])
-    assert evaluated.last_evaluation == 4
-
-
 def evaluate_made_up_answers():
     """Question i is solved by the first i of its three answers."""
     def sample(run, questions, group_size):
@@ -379,16 +313,6 @@ def test_ranks_share_an_evaluation_and_gather_it_in_the_order_of_the_questions()
     assert result.returncode == 0, result.stderr
 
 
-def test_an_answer_on_the_screen_fits_it_and_moves_no_cursor(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "60")
-    answer = graded(1, completion="\x1b[2J\r\u202e" + "word " * 40)
-
-    lines = answer_lines("Do \x1b[2J\r this", answer).splitlines()
-
-    assert max(len(line) for line in lines) < 60
-    assert all(line.isprintable() for line in lines)
-
-
 # ---------------------------------------------------------------- metrics of a step
 
 def add_up_over_ranks():
@@ -403,14 +327,3 @@ def test_sums_and_maxima_are_those_of_all_ranks_on_each():
     result = ranks(2, add_up_over_ranks)
 
     assert result.returncode == 0, result.stderr
-
-
-def test_update_metrics_are_means_over_the_updates_that_were_made():
-    update = {"loss": 2.0, "entropy": 0.5, "grad_norm": 1.0, "learned": 4, "updated": 1,
-              "non_finite": 0}
-    bad = {**update, "loss": math.inf, "grad_norm": math.nan, "updated": 0, "non_finite": 1}
-
-    metrics = update_metrics([update, {**update, "loss": 4.0}, bad])
-
-    assert (metrics["loss"], metrics["grad_norm"]) == (3.0, 1.0)
-    assert (metrics["updated"], metrics["non_finite"]) == (2, 1)

@@ -53,14 +53,12 @@ def probabilities_of_pairs(model, temperature: float) -> torch.Tensor:
 
 
 @mathematics
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_samples_follow_the_models_softmax_whatever_its_generation_config_says(temperature):
-    model = make_clear_model()
+def test_samples_follow_the_models_softmax_whatever_its_generation_config_says():
+    model, temperature, num_samples = make_clear_model(), 0.6, 6000
     # A repetition penalty, for example, would show in the second token.
-    own = {"do_sample": True, "temperature": 0.3, "top_k": 1, "top_p": 0.5, "min_p": 0.3,
-           "typical_p": 0.5, "repetition_penalty": 2.0, "no_repeat_ngram_size": 1}
-    model.generation_config = GenerationConfig(**own)
-    num_samples = 6000
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=0.3, top_k=1, top_p=0.5, min_p=0.3, typical_p=0.5,
+        repetition_penalty=2.0, no_repeat_ngram_size=1)
 
     answers = sample(model, [PROMPTS[0]], num_samples, sampling__temperature=temperature,
                      training__max_new_gen_tokens=2, sampling__max_rows=num_samples)
@@ -120,21 +118,11 @@ def greedy(model, prompt: list[int], length: int, stop: int) -> list[int]:
     return ids[len(prompt):]
 
 
-def greedy_samples(model, prompts, stop, max_rows=100, length=40) -> list[list[int]]:
+def greedy_samples(model, prompts, stop, max_rows=100) -> list[list[int]]:
     """Sampling as main.py does it, of nothing but the likeliest token."""
     answers = sample(model, prompts, 3, eos=stop, sampling__top_k=1, sampling__max_rows=max_rows,
-                     training__max_new_gen_tokens=length)
+                     training__max_new_gen_tokens=40)
     return [answer.completion_ids for answer in answers]
-
-
-def token_in_some(answers: list[list[int]]) -> int:
-    """A token that one answer has early, but not at once, and some other has not at all. As the
-    stop token it lets the one leave while the other goes on."""
-    for answer in answers:
-        for token in answer[3:12]:
-            if not all(token in other for other in answers):
-                return token
-    raise AssertionError("all answers have the same tokens there")
 
 
 SLICES = [(name, 5) for name in ARCHITECTURES]
@@ -152,7 +140,9 @@ def test_prefix_sharing_padding_and_leaving_early_change_no_token(
     more_prompts = [[token] * 3 for token in range(18, VOCABULARY)]  # for more different lengths
     prompts = PROMPTS + more_prompts
     endless = greedy_samples(model, prompts, NO_TOKEN)
-    stop = token_in_some(endless)
+    # The stop token is one that some answers have early, but not at once, and others do not have.
+    early = [token for answer in endless for token in answer[3:12]]
+    stop = next(token for token in early if not all(token in answer for answer in endless))
     expected = []
     for prompt in prompts:
         expected += [greedy(model, prompt, 40, stop)] * 3
@@ -165,68 +155,29 @@ def test_prefix_sharing_padding_and_leaving_early_change_no_token(
     assert greedy_samples(model, [[5]], stop) == [greedy(model, [5], 40, stop)] * 3
 
 
-@mathematics
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_each_call_samples_from_the_weights_as_they_are_and_leaves_the_generation_config(
-        checkpointing):
-    model = make_clear_model().train()  # as after a step of learning
-    if checkpointing:
-        model.activation_checkpointing_enable()
-    settings = model.generation_config.to_dict()
-    run = sampling_run(model, sampling__top_k=1, training__max_new_gen_tokens=20)
-    answers = []
-    for _ in range(2):
-
-        answers.append([answer.completion_ids for answer in sample_from(run, PROMPTS, 1)])
-
-        assert answers[-1] == [greedy(model, prompt, 20, stop=0) for prompt in PROMPTS]
-        with torch.no_grad():  # As an optimizer's step does, in place.
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    assert answers[0] != answers[1]
-    assert model.generation_config.to_dict() == settings
-
-
 # ---------------------------------------------------------------- stop tokens
 
-STOPS = {0, 3, 4, 5}  # 0 is in the model's config, 3 and 4 in its generation config
-
-
-def answers_that_any_stop_may_end() -> list:
-    """Answers of at most six tokens, by a model that has all of STOPS."""
+@mathematics
+def test_an_answer_ends_with_any_of_the_models_stop_tokens_or_is_truncated():
+    stops = {0, 3, 4, 5}  # 0 is in the model's config, and 5 is the tokenizer's.
     model = make_clear_model()
     model.generation_config.eos_token_id = [3, 4]
-    tokenizers_own = 5
-    return sample(model, PROMPTS, 200, eos=tokenizers_own, training__max_new_gen_tokens=6)
 
+    answers = sample(model, PROMPTS, 200, eos=5, training__max_new_gen_tokens=6)
 
-@mathematics
-def test_an_answer_ends_with_the_first_of_any_of_the_models_stop_tokens():
-    answers = answers_that_any_stop_may_end()
-
-    last_ids = {answer.completion_ids[-1] for answer in answers}
-    assert STOPS < last_ids  # Truncated answers end with other tokens.
+    assert stops < {answer.completion_ids[-1] for answer in answers}
+    lengths_of_ended = set()
     for answer in answers:
-        assert not STOPS & set(answer.completion_ids[:-1])
-
-
-@mathematics
-def test_an_answer_is_truncated_if_it_has_all_its_tokens_and_no_stop_token():
-    answers = answers_that_any_stop_may_end()
-
-    for answer in answers:
-        ends_with_stop = answer.completion_ids[-1] in STOPS
-        assert answer.is_truncated == (not ends_with_stop)
-        assert ends_with_stop or answer.num_tokens == 6
-    ended = [answer for answer in answers if not answer.is_truncated]
-    assert max(answer.num_tokens for answer in ended) == 6  # with the stop token in the last place
-
-
-@mathematics
-def test_the_text_of_an_answer_leaves_out_its_stop_token():
-    for answer in answers_that_any_stop_may_end():
-        text_ids = [token for token in answer.completion_ids if token not in STOPS]
+        *before, last = answer.completion_ids
+        assert not stops & set(before)
+        assert answer.is_truncated == (last not in stops)
+        text_ids = answer.completion_ids if answer.is_truncated else before
         assert answer.completion == " ".join(map(str, text_ids))
+        if answer.is_truncated:
+            assert answer.num_tokens == 6
+        else:
+            lengths_of_ended.add(answer.num_tokens)
+    assert max(lengths_of_ended) == 6  # with the stop token in the last place
 
 
 @mathematics
@@ -292,15 +243,10 @@ def test_the_chat_style_puts_the_same_question_through_the_template_and_opens_th
 def test_the_bar_of_sampling_ends_at_its_total():
     """Also where some answers are truncated, and where they are sampled in several calls."""
     run = sampling_run(make_clear_model(), training__max_new_gen_tokens=3, sampling__max_rows=10)
-    totals, done = [], []
-
-    def counter(total):
-        totals.append(total)
-        return done.append
-
-    run.log = SimpleNamespace(counter=counter)
+    done = []
+    run.log = SimpleNamespace(counter=lambda total: done.append)
 
     answers = sample_from(run, PROMPTS, 8)
 
     assert {answer.is_truncated for answer in answers} == {False, True}
-    assert [sum(done)] == totals == [len(answers)]
+    assert sum(done) == len(answers)
