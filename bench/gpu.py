@@ -6,7 +6,7 @@
 
 Each part is a process of its own, whose time is limited. So a part that fails, hangs or breaks CUDA
 does not stop the next one. It prints its figures as it finds them, one JSON object a line. It fails
-where an assertion about them fails. `--small` changes sizes alone."""
+where an assertion about them fails."""
 
 import argparse
 import contextlib
@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,16 +34,13 @@ from machinery.metrics import evaluation_metrics
 
 CUDA = DEVICE.type == "cuda"
 FEW_ROWS = "data.max_rows=1000"  # They are read in no time.
+ROWS, HEADS, WIDTH = 4, 4, 128  # of attention
 
 
 # ---------------------------------------------------------------- what parts share
 
 def report(**figures: float | str | None) -> None:
-    """Prints figures as a line of JSON, numbers with four digits."""
-    shown = {}
-    for name, value in figures.items():
-        shown[name] = float(f"{value:.4g}") if isinstance(value, float) else value
-    print(json.dumps(shown), flush=True)
+    print(json.dumps(figures), flush=True)
 
 
 def batch(N: int, G: int, L: int) -> list[str]:
@@ -56,11 +52,10 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-def start(*arguments: object) -> subprocess.Popen:
+def start(*arguments: str) -> subprocess.Popen:
     """Runs Python in a process of its own. All that it prints comes through one pipe."""
-    return subprocess.Popen(
-        [sys.executable, *map(str, arguments)], cwd=ROOT, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return subprocess.Popen([sys.executable, *arguments], cwd=ROOT, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def limit_memory(num_bytes: int) -> None:
@@ -84,12 +79,10 @@ def machine(small: bool) -> None:
 
 def attention(small: bool) -> None:
     """Compares attention in bfloat16 with the plain formula in float32."""
-    sizes = (4, 4, 32) if small else (16, 16, 128)  # rows, heads, width
-    for T in (31, 64, 192) if small else (127, 192, 704, 1088):
+    for T in (31, 192, 704, 1088):
         torch.manual_seed(T)
-        inputs, mask, is_real = inputs_of_attention(T, *sizes)
-        weight = torch.randn(inputs[0].transpose(1, 2).shape, device=DEVICE)  # as the output
-        weight *= is_real[..., None, None]
+        inputs, mask, is_real = inputs_of_attention(T)
+        weight = torch.randn(ROWS, T, HEADS, WIDTH, device=DEVICE) * is_real[..., None, None]
         with sdpa_kernel(SDPBackend.MATH):
             expected, expected_gradient = attend(inputs, mask, weight, torch.float32)
         found, gradient = attend(inputs, mask, weight, torch.bfloat16)
@@ -100,20 +93,18 @@ def attention(small: bool) -> None:
         assert output_error < 0.02 and gradient_error < 0.03  # A nan is not below.
 
 
-def inputs_of_attention(
-    T: int, rows: int, heads: int, width: int
-) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+def inputs_of_attention(T: int) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
     """Returns query, key and value, (rows, heads, T, width), the mask, (rows, 1, queries, keys),
     and which places are no padding, (rows, T). Rows are padded on the left, as prompts are. So
     their first queries see nothing."""
     inputs = []
-    for number in (heads, 2, 2):
-        inputs.append(torch.randn(rows, number, T, width, device=DEVICE).bfloat16())
+    for heads in (HEADS, 2, 2):
+        inputs.append(torch.randn(ROWS, heads, T, WIDTH, device=DEVICE).bfloat16())
     # In every other row scores are about -100. A logsumexp below -88 is what nan has come from.
-    scale = (100 / math.sqrt(width)) ** 0.5
+    scale = (100 / math.sqrt(WIDTH)) ** 0.5
     inputs[0][::2] += scale
     inputs[1][::2] -= scale
-    padding = torch.arange(rows, device=DEVICE) * T // (2 * rows)  # (rows,)
+    padding = torch.arange(ROWS, device=DEVICE) * T // (2 * ROWS)  # (rows,)
     place = torch.arange(T, device=DEVICE)
     is_real = place >= padding[:, None]  # (rows, T)
     is_causal = place[:, None] >= place  # (queries, keys)
@@ -138,11 +129,11 @@ def gradient(small: bool) -> None:
     N, G, L = (2, 4, 48) if small else (4, 8, 192)
     keys = ["training.max_grad_norm=null", FEW_ROWS, *batch(N, G, L)]
     run = make_run(["model.precision=float32", *keys])
-    groups = main.sample(run, main.questions(run), G)
-    harness.random_rewards(run, groups)
     answers = []
-    for group in groups:
-        answers += main.compute_advantages(group, run.config.training)
+    for group in main.sample(run, main.questions(run), G):
+        answers += group
+    for answer in answers:
+        answer.advantage = 1.0
     expected = gradient_of(run.model, answers, "float32", torch.device("cpu"), keys)
     for precision, bound in (("float32", 1e-3), ("mixed", 0.1)):
         error = relative_error(gradient_of(run.model, answers, precision, DEVICE, keys), expected)
@@ -157,9 +148,7 @@ def gradient_of(
     policy = DistributedDataParallel(main.Policy(copy.deepcopy(model).to(device), config))
     run = SimpleNamespace(policy=policy, config=config, log=harness.SilentLog())
     num_tokens = sum(answer.num_tokens for answer in answers)
-    totals = {"answers": len(answers), "tokens": num_tokens, "learned": len(answers)}
-    update = main.policy_gradient(run, answers, totals)
-    assert update["updated"] == 1
+    main.policy_gradient(run, answers, {"answers": len(answers), "tokens": num_tokens})
     gradients = [parameter.grad.flatten() for parameter in policy.parameters()]
     return torch.cat(gradients).double().cpu()
 
@@ -168,22 +157,22 @@ def learning(small: bool) -> None:
     """Takes some steps of the default, in mixed precision."""
     num_steps = 2 if small else 20
     keys = ["model.precision=mixed", "data.num_validation=64"]
-    if small:  # The step is so large that rounding does not hide it.
-        keys += ["data.num_validation=8", *batch(4, 4, 64), FEW_ROWS, "training.learning_rate=0.01"]
+    if small:
+        keys += ["data.num_validation=8", *batch(4, 4, 64), FEW_ROWS]
     run = make_run(keys)
     before = evaluation_metrics(main.evaluate(run), run.task)["eval/solved"]
+    steps = []
     seconds = []
-    for step in range(1, num_steps + 1):
+    for _ in range(num_steps):
         seconds.append(seconds_of_a_step(run))
-        assert run.log.metrics["non_finite"] == 0, step
-        if step == 1:
-            first = run.log.metrics
-            report(sampler_gap=first["sampler_gap"], change_as_meant=first["change_as_meant"])
+        steps.append(run.log.metrics)
     after = evaluation_metrics(main.evaluate(run), run.task)["eval/solved"]
-    report(solved_before=before, solved_after=after, seconds_a_step=median(seconds[1:]))
-    assert first["sampler_gap"] < 0.005
-    # The first step of the default is so small that rounding moves tokens more.
-    assert first["change_as_meant"] > 0.5 if small else after > before
+    sampler_gap = steps[0]["sampler_gap"]
+    report(sampler_gap=sampler_gap, solved_before=before, solved_after=after,
+           seconds_a_step=median(seconds[1:]))
+    assert not any(metrics["non_finite"] for metrics in steps)
+    assert sampler_gap < 0.005
+    assert small or after > before
 
 
 def resuming(small: bool) -> None:
@@ -204,8 +193,7 @@ def resuming(small: bool) -> None:
         output, _ = again.communicate()
         output_of_whole, _ = whole.communicate()
     assert struck.wait() == -signal.SIGKILL
-    assert again.returncode == 0 and output.count("resuming from") == 1, output
-    assert whole.returncode == 0, output_of_whole
+    assert "resuming from" in output, output
     # The last line of a run is its summary. It has the metrics of the last evaluation.
     found = json.loads(output.splitlines()[-1])["last"]
     expected = json.loads(output_of_whole.splitlines()[-1])["last"]
@@ -218,28 +206,24 @@ def resuming(small: bool) -> None:
 # ---------------------------------------------------------------- memory
 
 def shortage(small: bool) -> None:
-    """Runs out of memory while sampling, and while learning. Each ends in one line."""
-    remedies = {"sample": "lower sampling.max_rows", "learn": "lower training.tokens_per"}
-    processes = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for phase, N in (("sample", 64), ("learn", 16)):
-            processes[phase] = start(
-                __file__, "--starve", phase, "sampling.max_rows=1024",
+    """Runs out of memory while sampling, and while learning. Each run ends in one line."""
+    for phase, N, remedy in (("sample", 64, "lower sampling.max_rows"),
+                             ("learn", 16, "lower training.tokens_per_micro_batch")):
+        with tempfile.TemporaryDirectory() as folder:
+            process = start(
+                __file__, "--starve", phase, *batch(N, 16, 64), "sampling.max_rows=1024",
                 "training.tokens_per_micro_batch=100000", FEW_ROWS, "data.num_validation=4",
-                "validation.best_of_n=1", f"run.dir={folder}", f"run.name={phase}",
-                *batch(N, 16, 64))
-        for phase, process in processes.items():
+                "validation.best_of_n=1", f"run.dir={folder}", f"run.name={phase}")
             output, _ = process.communicate()
-            last_line = output.strip().splitlines()[-1]
-            report(**{phase: last_line})
-            expected = f"error: out of memory in phase {phase}: {remedies[phase]}"
-            assert last_line.startswith(expected), output
-            assert process.returncode == 2 and "Traceback" not in output, output
+        last_line = output.strip().splitlines()[-1]
+        report(**{phase: last_line})
+        assert last_line.startswith(f"error: out of memory in phase {phase}: {remedy}"), output
+        assert process.returncode == 2 and "Traceback" not in output, output
 
 
 def starve(phase: str, keys: list[str]) -> None:
     """Runs main.py, which has next to no memory left from where a step comes to that phase."""
-    name = {"sample": "questions", "learn": "split_into_micro_batches"}[phase]
+    name = "questions" if phase == "sample" else "split_into_micro_batches"
     original = getattr(main, name)
 
     def with_little_memory(*arguments):
@@ -273,20 +257,20 @@ def fits(small: bool) -> None:
 
 # ---------------------------------------------------------------- a call
 
-# How many seconds each part may take.
-SECONDS: dict[Callable[[bool], None], int] = {
-    machine: 60, attention: 60, gradient: 60, learning: 120, resuming: 120, shortage: 60, fits: 400}
-PARTS = {part.__name__: part for part in SECONDS}
+PARTS = {part.__name__: part for part in (
+    machine, attention, gradient, learning, resuming, shortage, fits)}
+SECONDS = {"learning": 120, "resuming": 120, "shortage": 120, "fits": 400}  # Others have 60.
 
 
 def run_part(name: str, seconds: float, command: list[str]) -> bool:
     """Runs a part in a process of its own. Returns whether it has passed."""
     started = time.monotonic()
     process = subprocess.Popen(command, start_new_session=True)
+    passed = False
     try:
         passed = process.wait(seconds) == 0
     except subprocess.TimeoutExpired:
-        passed = False
+        pass
     finally:
         # It may have started other processes, which are of the same group.
         with contextlib.suppress(ProcessLookupError):
@@ -299,7 +283,7 @@ def run_part(name: str, seconds: float, command: list[str]) -> bool:
 
 def call(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, "all"], default="all")
+    parser.add_argument("parts", nargs="*", choices=PARTS, help="all, if you name none")
     parser.add_argument("--small", action="store_true", help="tiny sizes, as a CPU can do them")
     options = parser.parse_args(arguments)
     if not (CUDA or options.small):
@@ -308,11 +292,11 @@ def call(arguments: list[str]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     os.environ["HF_HUB_OFFLINE"] = "1"
     if options.small:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # Threads do not help models this small.
+        os.environ["OMP_NUM_THREADS"] = "1"  # Threads do not help models this small.
     failed = []
-    for name in PARTS if "all" in options.parts else options.parts:
+    for name in options.parts or PARTS:
         command = [sys.executable, __file__, "--part", name, *["--small"] * options.small]
-        if not run_part(name, SECONDS[PARTS[name]], command):
+        if not run_part(name, SECONDS.get(name, 60), command):
             failed.append(name)
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 

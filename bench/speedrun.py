@@ -13,108 +13,101 @@ give. The other checkout has its own settings, and the keys that you give."""
 
 import argparse
 import json
-import statistics
-import sys
+import math
 from pathlib import Path
 
+import numpy as np
 from sides import Side
 
+OURS, TRL, BESIDE = "this trainer", "TRL", "the other checkout"
 RANKS, THREADS = 2, 1
-TITLES = {"ours": "this trainer", "trl": "TRL", "beside": "the other checkout"}
-
-parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-parser.add_argument("--trl-python", help="the Python of an environment with bench/requirements.txt")
-parser.add_argument("--beside", type=Path, metavar="FOLDER", help="another checkout")
-parser.add_argument("--target", type=float, default=0.3, help="for the lower bound of eval/solved")
-parser.add_argument("--config", default="recipes/lab.yaml")
-parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-parser.add_argument("keys", nargs="*", help="section.key=value, for all sides")
-options = parser.parse_intermixed_args()
 
 
-def start(seed: int) -> dict[str, Side]:
+def start(seed: int, options: argparse.Namespace) -> dict[str, Side]:
     keys = ["--config", options.config, *options.keys, f"training.seed={seed}"]
-    sides = {"ours": Side("ours", "training", RANKS, THREADS, keys)}
+    sides = {OURS: Side("ours", "training", RANKS, THREADS, keys)}
     if options.trl_python:
-        sides["trl"] = Side("trl", "training", RANKS, THREADS, keys, python=options.trl_python)
+        sides[TRL] = Side("trl", "training", RANKS, THREADS, keys, python=options.trl_python)
     if options.beside:
-        sides["beside"] = Side("ours", "training", RANKS, THREADS, keys,
-                               root=options.beside.resolve())
+        root = options.beside.resolve()
+        sides[BESIDE] = Side("ours", "training", RANKS, THREADS, keys, root=root)
     return sides
 
 
-def check_same_start(ours: dict, trl: dict) -> None:
-    """Nothing is compared that does not begin alike, or does not get the same."""
-    if trl["step"] == 0 and trl["solved"] != ours["solved"]:
-        sys.exit(f"error: before any training TRL's side solves {trl['solved']:.4f} of the "
-                 f"questions, this trainer {ours['solved']:.4f}: install the same torch and "
-                 "transformers in both environments")
-    if trl["seen"] != ours["seen"]:
-        sys.exit(f"error: up to step {trl['step']} TRL's side has had other questions, or another "
-                 "learning rate, than this trainer")
-
-
-def race(seed: int) -> dict[str, dict]:
-    """Returns for each side where it reached the target, or None, and its curve."""
-    sides = start(seed)
-    racing = dict(sides)
+def race(seed: int, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Returns {side: [steps, seconds] until the target}, of the sides that have reached it."""
+    sides = start(seed, options)
+    reached = {}
+    racing = list(sides)
     while racing:
-        for name, side in list(racing.items()):
+        for name in list(racing):
+            side = sides[name]
             answer = side.turn()
-            step, solved, low = answer["step"], answer["solved"], answer["low"]
-            print(f"seed {seed}  {name:<6}  step {step:>4}  {answer['seconds']:8.1f} s more  "
-                  f"solved {solved:.3f}, at least {low:.3f}", flush=True)
-            if step == 0 and low >= options.target:
-                sys.exit(f"error: --target {options.target}: {solved:.3f} are solved before any "
-                         "training")
-            for own in sides["ours"].answers:
-                if name == "trl" and own["step"] == step:
-                    check_same_start(own, answer)
-            if low >= options.target or not answer["left"]:
-                racing.pop(name).end()
-    return {name: result_of(side.answers) for name, side in sides.items()}
+            step, seconds, low = answer["step"], answer["seconds"], answer["low"]
+            print(f"seed {seed}, {name}: step {step}, {seconds:.1f} s more, "
+                  f"solved {answer['solved']:.3f}, at least {low:.3f}", flush=True)
+            if low >= options.target:
+                seconds = sum(turn["seconds"] for turn in side.answers)
+                reached[name] = [step, round(seconds, 2)]
+            if name in reached or not answer["left"]:
+                side.end()
+                racing.remove(name)
+    if TRL in sides:
+        check_same_start(sides[OURS].answers, sides[TRL].answers)
+    return reached
 
 
-def result_of(answers: list[dict]) -> dict:
-    curve, seconds = [], 0.0
-    for answer in answers:
-        seconds += answer["seconds"]
-        curve.append([answer["step"], round(seconds, 2), answer["solved"]])
-    reached = answers[-1]["low"] >= options.target
-    return {"steps": answers[-1]["step"] if reached else None,
-            "seconds": round(seconds, 2) if reached else None, "curve": curve}
+def check_same_start(ours: list[dict], trl: list[dict]) -> None:
+    assert ours[0]["solved"] == trl[0]["solved"], "TRL's side began with another model"
+    for mine, theirs in zip(ours, trl):
+        assert mine["seen"] == theirs["seen"], "TRL's side had other questions or learning rates"
 
 
-def ratio(result: dict, rival: str) -> float | None:
-    """Returns how many times as long the rival took."""
-    mine, theirs = result["ours"]["seconds"], result[rival]["seconds"]
-    return round(theirs / mine, 3) if mine and theirs else None
+def ratio_of(reached: dict[str, list[float]], rival: str) -> float:
+    """Returns how many times as long the rival took. It is nan if a side is not there."""
+    not_reached = [0, math.nan]
+    _, mine = reached.get(OURS, not_reached)
+    _, theirs = reached.get(rival, not_reached)
+    return round(theirs / mine, 3)
 
 
-def cell(value: float | None) -> str:
-    return "not reached" if value is None else f"{value:g}"
+def print_table(results: dict[int, dict], rivals: list[str]) -> None:
+    titles = ["seed"]
+    for name in [OURS, *rivals]:
+        titles += [f"{name}: steps", "seconds"]
+    for rival in rivals:
+        titles.append(f"{rival} / {OURS}")
+    print(f"\n| {' | '.join(titles)} |\n|{' --- |' * len(titles)}")
+    for seed, reached in results.items():
+        cells = [seed]
+        for name in [OURS, *rivals]:
+            cells += reached.get(name, ["not reached", ""])
+        for rival in rivals:
+            cells.append(ratio_of(reached, rival))
+        print(f"| {' | '.join(map(str, cells))} |")
 
 
-results = {}
-for seed in options.seeds:
-    results[seed] = race(seed)
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--trl-python", help="of an environment with bench/requirements.txt")
+    parser.add_argument("--beside", type=Path, metavar="FOLDER", help="another checkout")
+    parser.add_argument("--target", type=float, default=0.3, help="for eval/solved's lower bound")
+    parser.add_argument("--config", default="recipes/lab.yaml")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("keys", nargs="*", help="section.key=value, for all sides")
+    options = parser.parse_intermixed_args()
 
-names = list(results[options.seeds[0]])
-titles = ["seed"]
-for name in names:
-    titles += [f"{TITLES[name]}: steps", "seconds"]
-titles += [f"{TITLES[name]} / this trainer" for name in names[1:]]
-print(f"\n| {' | '.join(titles)} |\n|{' --- |' * len(titles)}")
-for seed, result in results.items():
-    cells = [str(seed)]
-    for name in names:
-        cells += [cell(result[name]["steps"]), cell(result[name]["seconds"])]
-    cells += [cell(ratio(result, name)) for name in names[1:]]
-    print(f"| {' | '.join(cells)} |")
-
-medians = {}
-for name in names[1:]:
-    ratios = [ratio(result, name) for result in results.values()]
-    # Without the runs that never reached the target it would look better than it is.
-    medians[name] = None if None in ratios else statistics.median(ratios)
-print(json.dumps({"median_ratio": medians, "seeds": results}))
+    results = {}
+    for seed in options.seeds:
+        results[seed] = race(seed, options)
+    rivals = []
+    if options.trl_python:
+        rivals.append(TRL)
+    if options.beside:
+        rivals.append(BESIDE)
+    print_table(results, rivals)
+    medians = {}
+    for rival in rivals:
+        # It is nan if a run has not reached the target. Without that run it would look better.
+        medians[rival] = np.median([ratio_of(reached, rival) for reached in results.values()])
+    print(json.dumps({"median_ratio": medians, "seeds": results}))

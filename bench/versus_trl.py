@@ -19,49 +19,52 @@ QUESTIONS, WARM_UP = 16, 3  # questions of a step, over all ranks; steps that do
 CORES = 2
 
 
+def start(options: argparse.Namespace) -> tuple[list[Side], list[Side]]:
+    """Returns this trainer in all layouts, and TRL in all layouts."""
+    ours = []
+    trl = []
+    for ranks in options.ranks:
+        threads = CORES // ranks
+        keys = [*options.keys, f"training.num_samples_per_step={QUESTIONS // ranks}",
+                f"training.max_steps={WARM_UP + options.pairs}", "training.learning_rate=1.0e-30",
+                "validation.every=1"]
+        ours.append(Side("ours", "steps", ranks, threads, keys))
+        for passes in options.passes:
+            side = Side("trl", "steps", ranks, threads, keys, options.trl_python, passes=passes)
+            side.name += f", micro-batches: {passes}"
+            trl.append(side)
+    return ours, trl
+
+
 def seconds_of(side: Side) -> float:
     return median(answer["seconds"] for answer in side.answers[WARM_UP:])
 
 
-parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--trl-python", required=True,
-                    help="the Python of an environment with bench/requirements.txt")
-parser.add_argument("--pairs", type=int, default=10, help="steps of each side that count")
-parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="the layouts to try")
-parser.add_argument("--passes", type=int, nargs="+", default=[1, 4],
-                    help="how many micro-batches of a rank's rows TRL may take")
-parser.add_argument("keys", nargs="*", help="section.key=value, for both sides")
-options = parser.parse_intermixed_args()
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trl-python", required=True,
+                        help="the Python of an environment with bench/requirements.txt")
+    parser.add_argument("--pairs", type=int, default=10, help="steps of each side that count")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="the layouts to try")
+    parser.add_argument("--passes", type=int, nargs="+", default=[1, 4],
+                        help="how many micro-batches of a rank's rows TRL may take")
+    parser.add_argument("keys", nargs="*", help="section.key=value, for both sides")
+    options = parser.parse_intermixed_args()
 
-ours, trl = [], []
-for ranks in options.ranks:
-    threads = CORES // ranks
-    keys = [*options.keys, f"training.num_samples_per_step={QUESTIONS // ranks}",
-            f"training.max_steps={WARM_UP + options.pairs}", "training.learning_rate=1.0e-30",
-            "validation.every=1"]
-    ours.append(Side("ours", "steps", ranks, threads, keys))
-    for passes in options.passes:
-        side = Side("trl", "steps", ranks, threads, keys, options.trl_python, passes=passes)
-        side.name += f", micro-batches: {passes}"
-        trl.append(side)
-
-for step in range(1, WARM_UP + options.pairs + 1):
+    ours, trl = start(options)
+    for step in range(1, WARM_UP + options.pairs + 1):
+        for side in ours + trl:
+            seconds = side.turn()["seconds"]
+            print(f"step {step:>2}  {side.name:<40} {seconds:6.3f} s", flush=True)
     for side in ours + trl:
-        answer = side.turn()
-        print(f"step {step:>2}  {side.name:<40} {answer['seconds']:6.3f} s  "
-              f"{answer['tokens'] / answer['seconds']:8.0f} tokens/s", flush=True)
-for side in ours + trl:
-    side.end()
+        side.end()
 
-mine = min(ours, key=seconds_of)
-theirs = min(trl, key=seconds_of)
-print(f"\nthe fastest: {mine.name}; {theirs.name}")
-per_step, per_token = [], []
-for one, other in list(zip(mine.answers, theirs.answers))[WARM_UP:]:
-    ratio = other["seconds"] / one["seconds"]
-    per_step.append(ratio)
-    per_token.append(ratio * one["tokens"] / other["tokens"])
-    print(f"{one['seconds']:6.3f} s and {other['seconds']:6.3f} s: {per_step[-1]:5.2f} times as "
-          f"fast per step, {per_token[-1]:5.2f} per completion token")
-print(json.dumps({"per_step": round(median(per_step), 3), "per_token": round(median(per_token), 3),
-                  "seconds": {side.name: round(seconds_of(side), 3) for side in ours + trl}}))
+    mine = min(ours, key=seconds_of)
+    theirs = min(trl, key=seconds_of)
+    print(f"\nthe fastest: {mine.name}; {theirs.name}")
+    ratios = []
+    for one, other in list(zip(mine.answers, theirs.answers))[WARM_UP:]:
+        ratios.append(other["seconds"] / one["seconds"])
+    print(json.dumps({
+        "times_as_fast": round(median(ratios), 3),
+        "seconds": {side.name: round(seconds_of(side), 3) for side in ours + trl}}))

@@ -9,21 +9,14 @@ to their norm. By design some losses have another value, so no values are compar
 
 import copy
 import json
-import os
 import random
-import sys
 import tempfile
-from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = "1"
 import datasets
-import torch
 import trl
+from harness import ROOT, main, torch
 from torch.nn.utils.rnn import pad_sequence
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-import main
 from machinery.passes import store_in_answers
 
 L, ANSWERS, TEMPERATURE, BETA = 24, 16, 0.7, 0.5

@@ -5,7 +5,8 @@
 RANK and the like are set. Each line on the standard input asks for a turn, and a line on the
 standard output says what it was like. A turn is validation.every steps. With `training` an
 evaluation comes before the first turn, as a turn of its own, and after each. The trl side runs in
-an environment of its own. It takes a rank's rows in PASSES micro-batches."""
+an environment of its own. It takes a rank's rows in PASSES micro-batches. It always does Dr. GRPO
+with one update for each batch and no KL term, whatever the keys say."""
 
 import hashlib
 import json
@@ -13,18 +14,17 @@ import os
 import sys
 import time
 
-from harness import dist, end_process, main, make_run, synchronise, torch, transformers
+from harness import end_process, main, make_run, synchronise, torch, transformers
 
-from machinery.errors import UserError, describe
 from machinery.metrics import evaluation_metrics
 from machinery.ranks import RANK, WORLD_SIZE, leave_group, shuffled_order
 from machinery.settings import beside_main, load_config
 
+# Of what both sides must have in common: each step's learning rate, and rank 0's prompts.
 seen = hashlib.sha256()
 
 
 def see(learning_rate: float, prompts: list[str]) -> None:
-    """Notes what both sides must have in common: each step's rate, and rank 0's prompts."""
     seen.update(json.dumps([learning_rate, prompts]).encode())
 
 
@@ -34,17 +34,13 @@ class Ours:
     def __init__(self, run: main.Run, config):
         self.run = run
         self.training = config.training
-        self.tokens = 0.0
 
     def train(self, turns: "Turns") -> None:
-        num_answers = self.training.num_samples_per_step * self.training.group_size
         for step in range(1, self.training.max_steps + 1):
             turns.begin(step)
             main.training_step(self.run)
-            metrics = self.run.log.metrics
-            self.tokens += metrics["completion_length"] * num_answers
             prompts = [text_of(self.run, question) for question in main.questions(self.run)]
-            see(metrics["learning_rate"], prompts)
+            see(self.run.log.metrics["learning_rate"], prompts)
             turns.end(step)
 
     def run_to_evaluate(self) -> main.Run:
@@ -56,13 +52,11 @@ class Trl:
         import datasets
         import trl
 
-        check_settings(config)
         self.run = run  # for its task and questions, and to evaluate
         run.policy = run.optimizer = None  # TRL has its own, and needs the memory.
         for parameter in run.model.parameters():
             parameter.grad = None
         self.training = config.training
-        self.tokens = 0.0
         rows = []
         for row in in_order(run.training_rows, config.training):
             prompt = text_of(run, main.make_question(run, row))
@@ -72,8 +66,7 @@ class Trl:
             train_dataset=datasets.Dataset.from_list(rows),
             args=trl.GRPOConfig(**grpo_settings(config, passes)))
 
-    def reward(self, prompts, completions, completion_ids, row, **_) -> list[float]:
-        self.tokens += sum(len(ids) for ids in completion_ids)
+    def reward(self, prompts, completions, row, **_) -> list[float]:
         self.prompts = prompts[::self.training.group_size]
         weights = self.run.task.REWARD_WEIGHTS
         rewards = []
@@ -107,15 +100,6 @@ class Trl:
             copy.copy_(parameter)
         main.refresh_sampler(self.run.sampler, self.run.model)
         return self.run
-
-
-def check_settings(config) -> None:
-    training = config.training
-    if (training.learning_type, training.scale_rewards, training.loss_normalizer, training.kl_beta,
-            training.updates_per_batch, training.mask_truncated, config.model.lora_rank
-            ) != ("grpo", "none", "max_length", 0, 1, False, 0):
-        raise UserError("TRL's side can only do Dr. GRPO: one update per batch, no KL term, "
-                        "nothing masked, no LoRA; leave those keys alone")
 
 
 def text_of(run: main.Run, question: main.Question) -> str:
@@ -162,34 +146,29 @@ class Turns:
         self.evaluates = evaluates
         self.every = config.validation.every
         self.last = config.training.max_steps
-        self.seconds = 0.0
 
     def begin(self, step: int) -> None:
         if step == 1 and self.evaluates:
             self.wait()
-            self.report(0)
+            self.report(0, seconds=0.0)
         if (step - 1) % self.every == 0:
             self.wait()
-            self.trainer.tokens = 0.0
             synchronise()
             self.started = time.perf_counter()
 
     def end(self, step: int) -> None:
         if step % self.every == 0 or step == self.last:
             synchronise()
-            self.seconds = time.perf_counter() - self.started
-            self.report(step)
+            self.report(step, time.perf_counter() - self.started)
 
     def wait(self) -> None:
         if not sys.stdin.readline():
             leave_group()
             end_process(0)
 
-    def report(self, step: int) -> None:
-        tokens = torch.tensor(self.trainer.tokens)
-        dist.all_reduce(tokens)
-        found = {"seconds": self.seconds, "tokens": tokens.item(), "step": step,
-                 "left": self.last - step, "seen": seen.hexdigest()}
+    def report(self, step: int, seconds: float) -> None:
+        found = {"seconds": seconds, "step": step, "left": self.last - step,
+                 "seen": seen.hexdigest()}
         if self.evaluates:
             found |= self.evaluation(step)
         if RANK == 0:
@@ -200,19 +179,20 @@ class Turns:
         run.step = step
         with torch.random.fork_rng():  # TRL goes on with one stream of random numbers.
             groups = main.evaluate(run)
-        metrics = evaluation_metrics(groups, run.task) if groups else {}
-        return {"solved": metrics.get("eval/solved"), "low": metrics.get("eval/solved_low")}
+        if RANK != 0:
+            return {}
+        metrics = evaluation_metrics(groups, run.task)
+        return {"solved": metrics["eval/solved"], "low": metrics["eval/solved_low"]}
 
 
-side, pace, passes, *arguments = sys.argv[1:]
-try:
-    config = load_config(arguments)
-    run = make_run(arguments)
+def work(arguments: list[str]) -> None:
+    side, pace, passes, *keys = arguments
+    config = load_config(keys)
+    run = make_run(keys)
     trainer = Ours(run, config) if side == "ours" else Trl(run, config, int(passes))
     # `join` has given each of several ranks its share of all cores. The layout says otherwise.
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     trainer.train(Turns(trainer, config, evaluates=pace == "training"))
-except UserError as error:
-    if RANK == 0:
-        print(json.dumps({"error": describe(error)}), flush=True)
-end_process(0)
+
+
+main.launch(work)
