@@ -199,7 +199,8 @@ def exercise(arguments: list[str]) -> int:
         print(f"In {folder}/main.py, {len(DEFAULT + VARIANTS)} functions are empty. Their "
               "docstrings say what they do.\nBegin with `compute_advantages` and `policy_loss`: "
               "they are Dr. GRPO, the default.\nThe others are variants, at the end of the file. "
-              "README and docs/loss.md explain them.\nCall this command again to see how far you are.")
+              "README and docs/loss.md explain them.\nCall this command again to see how far "
+              "you are.")
         return 0
     print(f"testing {folder}/, 10 to 30 seconds ... (to begin anew, delete it)", flush=True)
     path = folder / "main.py"
