@@ -283,7 +283,7 @@ def run_part(name: str, seconds: float, command: list[str]) -> bool:
 
 def call(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", choices=PARTS, help="all, if you name none")
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all, if you name none")
     parser.add_argument("--small", action="store_true", help="tiny sizes, as a CPU can do them")
     options = parser.parse_args(arguments)
     if not (CUDA or options.small):
