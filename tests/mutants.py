@@ -41,6 +41,17 @@ BY_HAND = f"{RUN}::test_best_of_n_and_all_means_of_an_evaluation_by_hand"
 INTERVAL = f"{RUN}::test_the_interval_is_wilsons_and_never_a_point"
 KILLED = "test_dead_ranks.py::test_torchruns_report_says_why_a_rank_may_have_been_killed"
 SUMMARY = f"{LOGGER}::test_the_summary_tells_the_first_the_last_and_the_best_evaluation"
+UNDONE = f"{RESUME}::test_best_is_never_of_a_step_that_was_undone"
+OWN_FOLDERS = f"{RESUME}::test_a_users_own_folders_are_not_taken_for_ours"
+SAID_ONCE = (f"{FAILURES}::test_a_mistake_that_one_rank_meets_is_said_once_and_again_in_"
+             "torchruns_report")
+OUT_OF_RANGE = f"{FAILURES}::test_weights_out_of_range_end_in_one_line_and_are_never_saved"
+MLFLOW_TOO = f"{LOGGER}::test_a_failed_run_has_failed_in_mlflow_too"
+NOISE = f"{MODELS}::test_the_check_notices_noise_that_a_model_adds_only_while_it_learns"
+TOWER = f"{MODELS}::test_a_tower_for_images_does_not_learn_is_told_of_and_gets_no_adapters"
+MASTERS = f"{MODELS}::test_with_adapters_mixed_precision_loads_no_float32_masters_of_frozen_weights"
+LONGROPE = f"{MODELS}::test_longrope_models_end_where_the_frequencies_of_all_rows_would_change"
+OLD_GPU = f"{MODELS}::test_a_gpu_without_bfloat16_takes_float32"
 DIFFERENT = "test_sharding.py::test_ranks_with_different_weights_save_nothing_and_end_in_one_line"
 
 
@@ -226,7 +237,7 @@ MUTANTS = [
     Mutant("an interval as if all answers were independent", "machinery/metrics.py",
            "        n = min(most, max(n, mean", "        n = max(most, max(n, mean", INTERVAL),
     Mutant("a worse model replaces the best one", "main.py",
-           "    if quality > run.best:", "    if True:", RESUME),
+           "    if quality > run.best:", "    if True:", UNDONE),
     Mutant("no evaluation after the last step", "machinery/settings.py",
            "step % every == 0 or step == config.training.max_steps", "step % every == 0", LEARNING),
     # ------------------------------------------------------------ resuming
@@ -242,9 +253,9 @@ MUTANTS = [
            '                self.link_best(self.state["best_model"])\n', "", RESUME),
     Mutant("a best model that is gone when a resume goes back to it", "machinery/runs.py",
            "if model.name not in named and model.name != self.best_model:",
-           "if model.name != self.best_model:", RESUME),
+           "if model.name != self.best_model:", UNDONE),
     Mutant("a user's own copy for the newest checkpoint", "machinery/runs.py",
-           "if pattern.fullmatch(path.name)]", "if pattern.match(path.name)]", RESUME),
+           "if pattern.fullmatch(path.name)]", "if pattern.match(path.name)]", OWN_FOLDERS),
     Mutant("a resume with another number of questions a step", "machinery/settings.py",
            '    settings["training.num_samples_per_step"] *= WORLD_SIZE\n', "", CONFIG),
     Mutant("a start that takes another run's files for its own", "machinery/runs.py",
@@ -254,7 +265,7 @@ MUTANTS = [
            "        evaluate_and_keep_best(run)\n", FAILURES),
     Mutant("weights that are saved although they give no probabilities", "machinery/runs.py",
            "torch.arange(16, device=DEVICE)[None]", "torch.arange(1, device=DEVICE)[None]",
-           FAILURES),
+           OUT_OF_RANGE),
     Mutant("a resume on rank 0 alone", "machinery/sharding.py",
            "    dist.broadcast(full, 0)\n", "", RESUME),
     Mutant("a resume that leaves later lines in the logs", "machinery/runs.py",
@@ -278,13 +289,13 @@ MUTANTS = [
            "    return 1\n", "    return 0\n", FAILURES),
     Mutant("a mistake said by every rank", "machinery/ranks.py",
            "raise SharedError(message) from cause", "raise UserError(message) from cause",
-           FAILURES),
+           SAID_ONCE),
     Mutant("a summary with the last evaluation for the best", "logger.py",
            '"best": best}', '"best": evaluations[-1]}', SUMMARY),
     Mutant("samples of one question for those of all", "logger.py",
            '"question": i,', '"question": 0,', RUN),
     Mutant("a failed run that MLflow shows as finished", "logger.py",
-           'self._end_mlflow("FAILED")', 'self._end_mlflow("FINISHED")', LOGGER),
+           'self._end_mlflow("FAILED")', 'self._end_mlflow("FINISHED")', MLFLOW_TOO),
     Mutant("metrics of rank 0 for those of all", "machinery/metrics.py",
            "{name: total / WORLD_SIZE for name, total in totals.items()}", "dict(means)",
            FIRST_STEP),
@@ -376,19 +387,19 @@ MUTANTS = [
     Mutant("a tower for images that would learn", "machinery/model.py",
            "        model.get_parameter(name).requires_grad = False", "        pass", MODELS),
     Mutant("adapters in a tower for images", "machinery/model.py",
-           "[name.removesuffix(\".weight\") for name in unreached] or None", "None", MODELS),
+           "[name.removesuffix(\".weight\") for name in unreached] or None", "None", TOWER),
     Mutant("LoRA that loads float32 masters of frozen weights", "machinery/model.py",
-           'settings.precision == "mixed" and settings.lora_rank)', "False)", MODELS),
+           'settings.precision == "mixed" and settings.lora_rank)', "False)", MASTERS),
     Mutant("a check that refuses nothing", "machinery/check.py",
            "if not difference <= allowed:", "if difference > 99:", MODELS),
     Mutant("a check in a mode without noise", "machinery/check.py",
-           "    policy.train()", "    policy.eval()", MODELS),
+           "    policy.train()", "    policy.eval()", NOISE),
     Mutant("a check that does not sample", "machinery/check.py",
            "differences |= compare_sampling(sampler, text, num_sampled)", "pass", MODELS),
     Mutant("frequencies that a longer row changes", "machinery/tasks.py",
-           'rope.get("rope_type") == "longrope"', "False", MODELS),
+           'rope.get("rope_type") == "longrope"', "False", LONGROPE),
     Mutant("bfloat16 that is only emulated", "machinery/settings.py",
-           "is_bf16_supported(including_emulation=False)", "is_bf16_supported()", MODELS),
+           "is_bf16_supported(including_emulation=False)", "is_bf16_supported()", OLD_GPU),
 ]
 
 

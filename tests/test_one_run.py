@@ -88,11 +88,3 @@ def test_the_settings_that_differ_are_told_and_the_command_makes_the_same_run(tm
     assert command[:3] == ["torchrun", "--nproc-per-node=2", "main.py"]
     expected = flatten(make_config(run__name="2024", **keys))
     assert flatten(load_config(command[3:])) == expected
-
-
-def test_a_folder_that_is_no_run_is_one_line_and_exit_code_two(tmp_path, capsys):
-    assert one_run.main([str(tmp_path), "--out", str(tmp_path / "x.html")]) == 2
-
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: {tmp_path / 'config.yaml'} is not there")
-    assert said.count("\n") == 1
