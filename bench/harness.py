@@ -36,8 +36,7 @@ SHAPES = {
     },
 }
 
-# `training_step` would evaluate at these steps, and evaluations are not measured.
-NEVER_EVALUATE = ["validation.every=1000000000", "training.max_steps=1000000000"]
+NEVER = 10**9  # No run gets to this step.
 
 
 class NoFolder:
@@ -109,8 +108,13 @@ def prepare(config: Config) -> main.Run:
 def make_run(arguments: list[str], shape: str | None = None) -> main.Run:
     """Returns what main.main would train, but it never evaluates. With a `shape` it has random
     weights and random rewards."""
-    config = load_config([*arguments, *NEVER_EVALUATE])
+    config = load_config(arguments)
+    # `training_step` would evaluate at these steps, and evaluations are not measured.
+    config = config.model_copy(update={
+        "training": config.training.model_copy(update={"max_steps": NEVER}),
+        "validation": config.validation.model_copy(update={"every": NEVER})})
     if shape:
+        assert config.model.lora_rank == 0, "random weights have no adapters"
         main.load_model = model_of_shape(shape)
         main.score = random_rewards
     return prepare(config)

@@ -46,6 +46,7 @@ def race(seed: int, options: argparse.Namespace) -> dict[str, list[float]]:
             step, seconds, low = answer["step"], answer["seconds"], answer["low"]
             print(f"seed {seed}, {name}: step {step}, {seconds:.1f} s more, "
                   f"solved {answer['solved']:.3f}, at least {low:.3f}", flush=True)
+            assert step > 0 or low < options.target, "the target is reached before training"
             if low >= options.target:
                 seconds = sum(turn["seconds"] for turn in side.answers)
                 reached[name] = [step, round(seconds, 2)]

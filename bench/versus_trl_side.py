@@ -49,6 +49,10 @@ class Ours:
 
 class Trl:
     def __init__(self, run: main.Run, config, passes: int):
+        training = config.training
+        assert (training.learning_type, training.scale_rewards, training.loss_normalizer) == (
+            "grpo", "none", "max_length"), "TRL's side does Dr. GRPO alone"
+        assert training.updates_per_batch == 1 and training.kl_beta == 0
         import datasets
         import trl
 

@@ -43,10 +43,10 @@ KILLED = "test_dead_ranks.py::test_torchruns_report_says_why_a_rank_may_have_bee
 SUMMARY = f"{LOGGER}::test_the_summary_tells_the_first_the_last_and_the_best_evaluation"
 UNDONE = f"{RESUME}::test_best_is_never_of_a_step_that_was_undone"
 OWN_FOLDERS = f"{RESUME}::test_a_users_own_folders_are_not_taken_for_ours"
-SAID_ONCE = (f"{FAILURES}::test_a_mistake_that_one_rank_meets_is_said_once_and_again_in_"
-             "torchruns_report")
+SAID_ONCE = f"{FAILURES}::test_one_ranks_mistake_is_said_once_and_again_in_torchruns_report"
 OUT_OF_RANGE = f"{FAILURES}::test_weights_out_of_range_end_in_one_line_and_are_never_saved"
 MLFLOW_TOO = f"{LOGGER}::test_a_failed_run_has_failed_in_mlflow_too"
+OWN_CODE = f"{FAILURES}::test_code_that_a_model_brings_is_never_run"
 NOISE = f"{MODELS}::test_the_check_notices_noise_that_a_model_adds_only_while_it_learns"
 TOWER = f"{MODELS}::test_a_tower_for_images_does_not_learn_is_told_of_and_gets_no_adapters"
 MASTERS = f"{MODELS}::test_with_adapters_mixed_precision_loads_no_float32_masters_of_frozen_weights"
@@ -249,6 +249,8 @@ MUTANTS = [
            '        return {**restored, "step": max(0, restored["step"] - 1)}\n', RESUME),
     Mutant("a resume that forgets how good the best model is", "machinery/runs.py",
            'if not (self.path / "best").exists():', "if True:", RESUME),
+    Mutant("a best model that is gone, and never made again", "machinery/runs.py",
+           'if not (self.path / "best").exists():', "if False:", FAILURES),
     Mutant("a best model of a step that was undone", "machinery/runs.py",
            '                self.link_best(self.state["best_model"])\n', "", RESUME),
     Mutant("a best model that is gone when a resume goes back to it", "machinery/runs.py",
@@ -390,6 +392,9 @@ MUTANTS = [
            "[name.removesuffix(\".weight\") for name in unreached] or None", "None", TOWER),
     Mutant("LoRA that loads float32 masters of frozen weights", "machinery/model.py",
            'settings.precision == "mixed" and settings.lora_rank)', "False)", MASTERS),
+    Mutant("code of a model that runs", "machinery/model.py",
+           "AutoConfig.from_pretrained(name, trust_remote_code=False)",
+           "AutoConfig.from_pretrained(name, trust_remote_code=True)", OWN_CODE),
     Mutant("a check that refuses nothing", "machinery/check.py",
            "if not difference <= allowed:", "if difference > 99:", MODELS),
     Mutant("a check in a mode without noise", "machinery/check.py",

@@ -42,15 +42,3 @@ def test_it_asks_the_best_model_of_the_newest_run_of_countdown(tmp_path, monkeyp
     num_right = sum(line.endswith(": right") for line in verdicts)
     assert lines[0] == "runs/newest/best" and "Combine the numbers 3, 7, 25" in said
     assert len(verdicts) == 4 and lines[-1] == f"{num_right} of 4 right"
-
-
-@pytest.mark.parametrize(("words", "says"), [
-    (["3", "x", "=", "5"], "3 x = 5"), (["--model", "none", "3", "7", "=", "10"], "none"),
-    (["3", "7", "=", "10"], "train first")])
-def test_a_mistake_is_one_line_and_exit_code_two(words, says, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-
-    assert ask.ask(words) == 2
-
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and said.count("\n") == 1 and says in said

@@ -1,8 +1,8 @@
 """What a user, a task, a disk or another rank can do wrong. A mistake is one line that says what to
 write, a fault of a task is Python's own traceback, and nothing ends in a hang or as a success."""
 
+import json
 import math
-import os
 import resource
 import shutil
 from datetime import timedelta
@@ -18,7 +18,7 @@ from conftest import (
     start,
     training_steps,
 )
-from processes import ranks, torchrun
+from processes import ROOT, ranks, torchrun
 
 import main
 from machinery import ranks as ranks_of_machinery
@@ -53,6 +53,19 @@ def test_a_mistake_is_one_line_with_what_was_seen_and_what_to_write(
     line = the_only_error(capsys.readouterr().err)
     assert argument.partition("=")[0] in line and says in line
     assert not (tmp_path / "a" / "checkpoints").exists()
+
+
+def test_code_that_a_model_brings_is_never_run(tmp_path, capsys):
+    folder = shutil.copytree(ROOT / "tiny" / "model", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "mine.py").write_text(f"open({str(tmp_path / 'it has run')!r}, 'w')\n")
+
+    assert start([*TINY, f"run.dir={tmp_path}", f"model.name={folder}"]) == 2
+
+    assert "cannot be loaded" in the_only_error(capsys.readouterr().err)
+    assert not (tmp_path / "it has run").exists()
 
 
 NCCL = "NCCL error in: NCCLUtils.cpp:77, "
@@ -90,7 +103,10 @@ def test_a_run_that_has_finished_says_so_and_takes_more_steps(tmp_path, capsys, 
         assert start(only_evaluate) == 0
     assert "this run has finished" in capsys.readouterr().out
 
+    shutil.rmtree((tmp_path / "a" / "best").resolve())  # The next evaluation makes another.
     assert start([*only_evaluate, "training.max_steps=1", "validation.every=3"]) == 0
+
+    assert (tmp_path / "a" / "best").resolve().name == "best-000001"
 
     lines = [line["step"] for line in read_jsonl(tmp_path / "a" / "metrics.jsonl")]
     assert lines == [0, 1, 1]
@@ -230,11 +246,6 @@ def test_on_a_gpu_attention_is_not_cudnns_and_a_slow_rank_is_waited_for(monkeypa
     assert asked["timeout"] > timedelta(minutes=30)  # as gloo has it; nccl's is 10 minutes
 
 
-def test_memory_comes_in_segments_that_grow():
-    """Each slice of sampling asks for a little more than the one before it has freed."""
-    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
-
-
 def test_after_a_restart_the_ranks_find_no_address_from_before(monkeypatch):
     torchruns_store = torch.distributed.HashStore()
     monkeypatch.setattr(
@@ -250,7 +261,7 @@ def test_after_a_restart_the_ranks_find_no_address_from_before(monkeypatch):
         store.set("address", "")
 
 
-def test_a_mistake_that_one_rank_meets_is_said_once_and_again_in_torchruns_report(tmp_path):
+def test_one_ranks_mistake_is_said_once_and_again_in_torchruns_report(tmp_path):
     """Here one rank lacks memory, which is a mistake too, because the user can mend it."""
     (tmp_path / "own.py").write_text(
         "import os\nfrom countdown import *\ndef load(*_):\n"

@@ -13,7 +13,7 @@ from machinery.settings import read_yaml
 RECIPES = sorted(path.name for path in (ROOT / "recipes").glob("*.yaml"))
 # As much of Slurm's commands as the job uses, and a trainer. srun kills its step at SIGTERM.
 STUBS = {"srun": '"$@" & trap "kill -KILL $!" TERM; wait $!',
-         "torchrun": 'echo $$ > step; echo > pipe; exec sleep 60',
+         "torchrun": 'trap "kill $!; touch ended" TERM; sleep 60 & echo $$ >step; echo >pipe; wait',
          "scancel": '[ "$*" = "--signal=TERM 7" ] && kill -TERM $(cat step)',
          "scontrol": '[ "$1" = show ] && echo 127.0.0.1 || echo "$@" > asked'}
 
@@ -55,4 +55,4 @@ def test_the_slurm_job_ends_the_trainer_and_is_queued_again_when_it_is_preempted
     job.send_signal(signal.SIGTERM)
 
     assert job.wait() == 0
-    assert (tmp_path / "asked").read_text() == "requeue 7\n"
+    assert (tmp_path / "ended").exists() and (tmp_path / "asked").read_text() == "requeue 7\n"

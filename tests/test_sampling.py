@@ -243,10 +243,10 @@ def test_the_chat_style_puts_the_same_question_through_the_template_and_opens_th
 def test_the_bar_of_sampling_ends_at_its_total():
     """Also where some answers are truncated, and where they are sampled in several calls."""
     run = sampling_run(make_clear_model(), training__max_new_gen_tokens=3, sampling__max_rows=10)
-    done = []
-    run.log = SimpleNamespace(counter=lambda total: done.append)
+    totals, done = [], []
+    run.log = SimpleNamespace(counter=lambda total: totals.append(total) or done.append)
 
     answers = sample_from(run, PROMPTS, 8)
 
     assert {answer.is_truncated for answer in answers} == {False, True}
-    assert sum(done) == len(answers)
+    assert totals == [sum(done)] == [len(answers)]
