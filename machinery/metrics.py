@@ -149,7 +149,8 @@ def sampling_metrics(
     totals = sum_over_ranks(means)
     metrics = {name: total / WORLD_SIZE for name, total in totals.items()}
     num_tokens = metrics.pop("tokens") * WORLD_SIZE
-    metrics["tokens_per_second"] = num_tokens / sum(metrics[f"seconds/{name}"] for name in PHASES)
+    seconds_of_step = sum(metrics[f"seconds/{phase}"] for phase in PHASES)
+    metrics["tokens_per_second"] = num_tokens / seconds_of_step
     return metrics
 
 
@@ -282,7 +283,8 @@ def pass_at_k(groups: list[list], task: Task) -> dict[str, float]:
     for group in groups:
         num_right.append(sum(value >= 1 for value in parts_of(group, task.SOLVED)))
     metrics = {}
-    for k in sorted({n, *(2**i for i in range(n.bit_length()))}):
+    powers_of_2 = [2**i for i in range(n.bit_length())]  # up to n
+    for k in sorted({*powers_of_2, n}):
         num_choices = math.comb(n, k)
         all_wrong = [math.comb(n - right, k) / num_choices for right in num_right]
         metrics[f"eval/pass_at_{k}"] = 1 - fmean(all_wrong)
