@@ -70,8 +70,8 @@ for run in (STANDARD_DEVIATION, PUBLISHED, MEAN, SIL):
     RUNS[f"{ANSWER_PAYS}, {run}"] = RUNS[run] | NO_FORMAT
 RUNS |= {
     MASKED: {"training.mask_truncated": "true"},
-    "only positive advantages": {PROGRAM: ["bench/variants.py", "rewarded"]},
-    "only negative advantages": {PROGRAM: ["bench/variants.py", "punished"]},
+    "only positive advantages": {PROGRAM: ["bench/mistakes.py", "rewarded"]},
+    "only negative advantages": {PROGRAM: ["bench/mistakes.py", "punished"]},
     "four updates": FOUR_UPDATES,
     "four updates, clipped": FOUR_UPDATES | {"training.clip": "[0.2,0.2]"},
     "KL 0.02 in the reward": {"training.kl_beta": 0.02},

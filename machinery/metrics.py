@@ -20,7 +20,6 @@ from machinery.settings import Config, TrainingSettings, is_due
 from machinery.tasks import Task
 
 PHASES = ("sample", "score", "learn")
-MOVED = 1e-6  # A token moved if its log-probability changed by more than this.
 MOST_SKIPPED_STEPS = 5  # in a row
 NOTHING_LEARNED = {
     "loss": 0.0,
@@ -205,7 +204,6 @@ def change_metrics(
     is_as_meant = change * advantage > 0
     sums = sum_over_ranks({
         "tokens": len(change),
-        "moved": float((change.abs() > MOVED).sum()) if change.isfinite().all() else math.nan,
         "change": float(change.abs().sum()),
         "change_as_meant": float(change[is_as_meant].abs().sum()),
         "rewarded": float((advantage > 0).sum()),
@@ -214,7 +212,7 @@ def change_metrics(
         "change_punished": float(change[advantage < 0].sum()),
     })
     return {
-        "moved": share(sums["moved"], sums["tokens"]),
+        "change": share(sums["change"], sums["tokens"]),
         "change_as_meant": share(sums["change_as_meant"], sums["change"]),
         "change_rewarded": share(sums["change_rewarded"], sums["rewarded"]),
         "change_punished": share(sums["change_punished"], sums["punished"]),
@@ -371,9 +369,9 @@ def signs_of_update(numbers: dict[str, float]) -> list[str]:
         (numbers["grad_norm"] == 0, (
             "! the gradient is 0: there was nothing to learn, or the answers do not depend on the "
             "weights that are trained. See model.lora_rank and model.lora_targets")),
-        (numbers["learned"] and math.isnan(numbers["moved"]),
+        (numbers["learned"] and math.isnan(numbers["change"]),
          "! log-probabilities are not finite after the update: lower training.learning_rate"),
-        (numbers["moved"] <= 0.01, (
+        (numbers["change"] == 0, (
             "! almost nothing has changed: see training.learning_rate, training.warmup_steps "
             "and model.precision")),
         (numbers["change_rewarded"] <= -0.02 or numbers["change_as_meant"] <= 0.3, (

@@ -103,14 +103,13 @@ FEW = ["training.max_steps=1", "training.num_samples_per_step=2", "data.num_vali
 
 @pytest.mark.parametrize("command", [
     ["step.py", "--steps", "1", "--endless", "--shape", "small", *FEW],
-    pytest.param(["estimators.py", "--questions", "4", "--answers", "8",
-                  "--data", "{}/data.json", "--picture", "{}/picture.png",
-                  "training.max_new_gen_tokens=64"], marks=pytest.mark.soak),
+    pytest.param(["mistakes.py", "--gradients", "no-mean", "{}/sketches", *FEW],
+                 marks=pytest.mark.soak),
     pytest.param(["experiments.py", "--run", "divided by the mean (MaxRL)", "--run",
                   "Dr. GRPO, G = 8", "--seeds", "1", "--out", "{}", "--data", "{}/data.json",
                   "--picture", "{}/picture.png", *FEW],
                  marks=pytest.mark.soak),
-    pytest.param(["variants.py", "punished", "run.dir={}", *FEW], marks=pytest.mark.soak),
+    pytest.param(["mistakes.py", "punished", "run.dir={}", *FEW], marks=pytest.mark.soak),
     pytest.param(["speedrun.py", "--seeds", "1", "--target", "1.0", *FEW],
                  marks=pytest.mark.soak),
 ], ids=lambda command: command[0])
