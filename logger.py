@@ -143,7 +143,7 @@ class Logger:
         self._keep(step, metrics)
         print(step_line(step, metrics))
         if step == 1:
-            for line in look_at_first_step(metrics):
+            for line in look_at_first_step(metrics, self.config):
                 print(wrap(line, "  "))
         if time.monotonic() - self.last_drawing > SECONDS_BETWEEN_DRAWINGS:
             self._draw_curves()

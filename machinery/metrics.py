@@ -301,12 +301,13 @@ def solved_by_kind(groups: list[list], solved: list[float]) -> dict[str, float]:
 # ---------------------------------------------------------------- what the first step says
 # A bad sign begins with an exclamation mark, and names the keys to look at.
 
-def look_at_first_step(metrics: dict[str, float | None]) -> list[str]:
+def look_at_first_step(metrics: dict[str, float | None], config: Config) -> list[str]:
     """Returns the lines that are printed under the first step: what was measured, and what is off.
     A run that learns nothing would not say so by itself."""
     # All comparisons with nan are false, so that a missing number is no sign of anything.
     numbers = {name: math.nan if value is None else value for name, value in metrics.items()}
-    signs = signs_of_sampling(numbers) + signs_of_rewards(numbers) + signs_of_update(numbers)
+    signs = signs_of_sampling(numbers) + signs_of_rewards(numbers)
+    signs += signs_of_update(numbers, config)
     return measured(numbers) + (signs or ["nothing is off"])
 
 
@@ -360,8 +361,12 @@ def signs_of_rewards(numbers: dict[str, float]) -> list[str]:
     return signs
 
 
-def signs_of_update(numbers: dict[str, float]) -> list[str]:
+def signs_of_update(numbers: dict[str, float], config: Config) -> list[str]:
     """Returns at most one sign, because an earlier one explains the later ones."""
+    # Of a token and a step at the full rate: what moved as its advantage points, less the rest.
+    gain = numbers["change"] * (2 * numbers["change_as_meant"] - 1)
+    gain *= max(1, config.training.warmup_steps)
+    is_exact = config.model.precision != "mixed"  # There rounding would hide a small gain.
     signs = [
         (numbers["non_finite"] == 1, (
             "! the gradient is not finite, and the update was skipped: see model.precision, and "
@@ -371,12 +376,11 @@ def signs_of_update(numbers: dict[str, float]) -> list[str]:
             "weights that are trained. See model.lora_rank and model.lora_targets")),
         (numbers["learned"] and math.isnan(numbers["change"]),
          "! log-probabilities are not finite after the update: lower training.learning_rate"),
-        (numbers["change"] == 0, (
-            "! almost nothing has changed: see training.learning_rate, training.warmup_steps "
-            "and model.precision")),
         (numbers["change_rewarded"] <= -0.02 or numbers["change_as_meant"] <= 0.3, (
             "! answers with a positive advantage became less likely: lower "
             "training.learning_rate. If that does not help, check the signs in policy_loss. "
             "It may also be rounding, if model.precision is not float32")),
+        (numbers["change"] == 0 or is_exact and gain <= 3e-4, (
+            "! the update gained almost nothing: see training.learning_rate and model.precision")),
     ]
     return [text for is_seen, text in signs if is_seen][:1]
