@@ -363,10 +363,10 @@ def signs_of_rewards(numbers: dict[str, float]) -> list[str]:
 
 def signs_of_update(numbers: dict[str, float], config: Config) -> list[str]:
     """Returns at most one sign, because an earlier one explains the later ones."""
-    # Of a token and a step at the full rate: what moved as its advantage points, less the rest.
-    gain = numbers["change"] * (2 * numbers["change_as_meant"] - 1)
-    gain *= max(1, config.training.warmup_steps)
-    is_exact = config.model.precision != "mixed"  # There rounding would hide a small gain.
+    as_meant = numbers["change_as_meant"]  # By chance it would be 0.5.
+    gain = numbers["change"] * (2 * as_meant - 1) * max(1, config.training.warmup_steps)
+    is_small = as_meant <= 0.55 or gain <= 3e-4  # of a token and a step, at the full rate
+    is_known = config.model.precision != "mixed"  # There rounding hides what is gained.
     signs = [
         (numbers["non_finite"] == 1, (
             "! the gradient is not finite, and the update was skipped: see model.precision, and "
@@ -376,11 +376,11 @@ def signs_of_update(numbers: dict[str, float], config: Config) -> list[str]:
             "weights that are trained. See model.lora_rank and model.lora_targets")),
         (numbers["learned"] and math.isnan(numbers["change"]),
          "! log-probabilities are not finite after the update: lower training.learning_rate"),
-        (numbers["change_rewarded"] <= -0.02 or numbers["change_as_meant"] <= 0.3, (
+        (numbers["change_rewarded"] <= -0.02 or as_meant <= 0.3, (
             "! answers with a positive advantage became less likely: lower "
             "training.learning_rate. If that does not help, check the signs in policy_loss. "
             "It may also be rounding, if model.precision is not float32")),
-        (numbers["change"] == 0 or is_exact and gain <= 3e-4, (
+        (numbers["change"] == 0 or is_known and is_small, (
             "! the update gained almost nothing: see training.learning_rate and model.precision")),
     ]
     return [text for is_seen, text in signs if is_seen][:1]

@@ -246,6 +246,7 @@ def bad_signs(lines):
     ("non_finite", 0, 1, "gradient is not finite"),
     ("grad_norm", JUST, 0, "gradient is 0"),
     ("change", 5e-5 + JUST, 5e-5 - JUST, "gained almost nothing"),
+    ("change_as_meant", 0.55 + JUST, 0.55, "gained almost nothing"),
     ("change_as_meant", 0.6, 0.3 + JUST, "gained almost nothing"),
     ("change", 1, None, "not finite after the update"),
     ("change_rewarded", -0.02 + JUST, -0.02, "became less likely"),
