@@ -282,7 +282,7 @@ def show_table(rows: list[dict]) -> None:
               f"| {' | '.join(cosines)} | {facts.get('shown by', 'nothing')} |")
         num_right += EXPECTED.get(facts.get("expected")) == row["costs"]
     num_expected = sum("expected" in MISTAKES[row["name"]].facts for row in rows)
-    print(f"\nexpected before the runs: {num_right} of {num_expected}")
+    print(f"\nBefore the runs we expected what {num_right} of {num_expected} cost.")
 
 
 def cosine_as_text(figures: dict | None) -> str:
@@ -295,7 +295,7 @@ def cosine_as_text(figures: dict | None) -> str:
 def show_as_sampled(known: dict) -> None:
     """Prints how a right run and a wrong one end, evaluated as training has sampled."""
     seeds = [seed for seed in SEEDS.seeds if f"default seed {seed}" in known]
-    print("\n| sampled | the default, sampled so | the mistake, sampled so |\n| --- | --- | --- |")
+    print("| sampled with | the default | the mistake |\n| --- | --- | --- |")
     for place, (name, settings) in enumerate(AS_SAMPLED.items()):
         of_mistake = [known[f"{name} seed {seed}"]["as sampled"][0] for seed in seeds
                       if f"{name} seed {seed}" in known]

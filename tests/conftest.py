@@ -86,8 +86,7 @@ QUESTIONS, GROUP = 6, 2
 TEMPERATURE, L = 0.7, 12
 SGD_RATE = 0.06
 # The formulas are computed in float64. Rounding then comes to 1e-14 in float64 and to 1e-6 in
-# float32, a little more or less on another processor. A wrong formula changes the gradient by 1e-2
-# and more.
+# float32, more or less on another processor. A wrong formula changes it by 1e-2 or more.
 BOUND = {torch.float32: 1e-5, torch.float64: 1e-11}
 ARCHITECTURE = {torch.float64: "gpt2", torch.float32: "qwen2"}
 

@@ -1,5 +1,4 @@
-"""Settings: config.yaml, files and key=value, checked. A mistake is one line that says what to
-write."""
+"""Settings: config.yaml, files and key=value, checked. A mistake is one line that helps."""
 
 import itertools
 import re

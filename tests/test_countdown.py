@@ -1,5 +1,4 @@
-"""What countdown.py promises: exact arithmetic, a grader that cannot be fooled, and data that is
-checked value by value."""
+"""countdown.py: exact arithmetic, a grader that cannot be fooled, and checks of the data."""
 
 import json
 import random

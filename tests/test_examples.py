@@ -1,5 +1,4 @@
-"""Rewards and tasks beside Countdown: at their published values, and plugged into whole runs. And
-examples/from_gguf.py."""
+"""Rewards and tasks beside Countdown, alone and in whole runs. And examples/from_gguf.py."""
 
 import math
 import re

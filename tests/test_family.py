@@ -1,5 +1,4 @@
-"""The relatives of Dr. GRPO, each a few keys away, against the papers' formulas in plain loops and
-on any number of ranks."""
+"""The relatives of Dr. GRPO against the papers' formulas in plain loops, on any number of ranks."""
 
 import math
 from pathlib import Path

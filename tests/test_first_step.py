@@ -1,5 +1,4 @@
-"""What a run measures and says of its first step: the numbers are right, a healthy run is called
-healthy, and each illness is named."""
+"""What a run says of its first step: right numbers, and a name for each illness."""
 
 import dataclasses
 import json
@@ -53,8 +52,7 @@ GAP_LIMIT = 0.005  # From here on, `sampler_gap` is a bad sign.
 # ---------------------------------------------------------------- how log pi has changed
 
 def update(trajectories, **overrides):
-    """The model after the updates on one batch, by plain gradient descent, and what is measured of
-    them."""
+    """The model after updates on one batch, by plain gradient descent, and what is measured."""
     config = learning_config(training__tokens_per_micro_batch=60,
                              training__learning_rate=TINY_RATE, **overrides)
     model = make_model("gpt2", torch.float64)
@@ -182,8 +180,7 @@ def test_groups_are_all_or_none_solved_by_the_solved_part_and_have_a_signal_by_r
 
 
 def measure_share():
-    """What this rank measures of its share of a batch. The second of two ranks has nothing to learn
-    from."""
+    """What this rank measures of its share. The second of two ranks has nothing to learn from."""
     batch = make_trajectories(QUESTIONS * GROUP)
     for trajectory in batch[len(batch) // 2:]:
         trajectory.advantage = 0.0

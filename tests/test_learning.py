@@ -1,5 +1,4 @@
-"""The loss and its gradient against a formula in plain loops, the update, advantages, and what is
-due when."""
+"""Loss and gradient against a formula in plain loops, the update, advantages, what is due when."""
 
 import math
 import random

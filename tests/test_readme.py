@@ -7,6 +7,7 @@ import re
 import shlex
 from pathlib import Path
 
+import mistakes
 import pytest
 from conftest import run_without_curves
 from processes import ROOT, ranks, run
@@ -37,8 +38,7 @@ def arguments_of(command: str) -> list[str]:
 
 @pytest.fixture
 def own_task(tmp_path, monkeypatch):
-    """A folder to start from, with mytask.py of docs/tasks.md, and mine.jsonl as the command there
-    makes it."""
+    """A folder with mytask.py of docs/tasks.md, and mine.jsonl as the command there makes it."""
     page = (ROOT / "docs" / "tasks.md").read_text()
     (tmp_path / "mytask.py").write_text(
         re.search(r"```python\n(# mytask\.py.*?)```", page, re.DOTALL)[1])
@@ -112,6 +112,18 @@ def test_all_code_in_the_readme_stands_in_main_py_in_this_order():
         for line in block.splitlines():
             if line.strip() != "...":
                 place = source.index(f"{line}\n", place)
+
+
+def test_the_table_of_mistakes_is_that_of_its_file_and_each_mistake_is_one_of_main_py(capsys):
+    source = (ROOT / "main.py").read_text()
+    for name, mistake in mistakes.MISTAKES.items():
+        for before, after in mistake.hunks:
+            assert source.count(before) == 1 and before != after, name
+    known = json.loads(mistakes.DATA.read_text())
+    for show, what in ((mistakes.show_table, mistakes.rows_of(known)),
+                       (mistakes.show_as_sampled, known)):
+        show(what)
+        assert capsys.readouterr().out in (ROOT / "docs" / "mistakes.md").read_text()
 
 
 def show_first_group(folder: str, *arguments: str):

@@ -1,5 +1,4 @@
-"""What is sampled is what the policy says: the right distribution, the right continuation, the
-right stop."""
+"""What is sampled is what the policy says: its distribution, its continuation, its stop."""
 
 import functools
 from types import SimpleNamespace
@@ -39,8 +38,7 @@ NO_TOKEN = 1000  # No model here has it. As the stop token it lets no answer end
 # ---------------------------------------------------------------- the distribution
 
 def probabilities_of_pairs(model, temperature: float) -> torch.Tensor:
-    """Those of the first two tokens after PROMPTS[0], (first, second). Token 0 ends an answer, and
-    is followed by another 0 here."""
+    """Those of the first two tokens after PROMPTS[0], (first, second). After a 0 comes a 0."""
     pairs = torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.float64)
     for first in range(VOCABULARY):
         logits = model(torch.tensor([PROMPTS[0] + [first]])).logits[0, -2:].double()

@@ -1,8 +1,7 @@
 """A tiny random model of each causal architecture that the installed transformers knows.
 
 Sizes go into the constructor of the configuration class. Many classes compute further settings
-there, for example the kind of each layer. tests/architectures.py says of each model whether it is
-right here."""
+there, for example the kind of each layer. tests/architectures.py judges each model."""
 
 import inspect
 
