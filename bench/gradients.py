@@ -94,7 +94,7 @@ def figures_of(gradients: torch.Tensor, right: torch.Tensor) -> dict[str, list]:
     """Returns {figure: [value, half of its interval]}."""
     found = {}
     for name, figure_of in ((OF_BATCH, cosine_of_batch), (OF_MEAN, cosine_of_mean)):
-        if is_lost(gradients):
+        if is_lost(gradients) or is_lost(right):
             found[name] = LOST
         else:
             values = leave_one_out(figure_of, gradients, right)

@@ -2,8 +2,9 @@
 
     .venv/bin/python bench/mistakes.py
         lists the mistakes
-    .venv/bin/python bench/mistakes.py shifted --config recipes/lab.yaml
-        trains with a mistake. The keys are those of main.py
+    .venv/bin/python bench/mistakes.py no-mean --config recipes/lab.yaml
+        trains with a mistake. The keys are those of main.py. If a check refuses the mistake, write
+        past-the-checks behind its name
     .venv/bin/python bench/mistakes.py --guess
         trains the lab model with one that it does not name, and tells at the end which it was
     .venv/bin/python bench/mistakes.py --table
@@ -82,21 +83,29 @@ def main_with(*names: str) -> types.ModuleType:
 # ---------------------------------------------------------------- to play with
 
 def train_with(name: str, arguments: list[str]) -> None:
+    ranks = MISTAKES[name].ranks
+    if int(os.environ.get("WORLD_SIZE", "1")) < ranks:
+        sys.exit(f"{name} shows on {ranks} ranks: use torchrun --nproc-per-node={ranks}")
     names = [name]
     if "past-the-checks" in arguments:
         names.append(arguments.pop(arguments.index("past-the-checks")))
     main = main_with(*names)
-    sys.argv[1:] = [*arguments, *MISTAKES[name].keys]
+    sys.argv[1:] = [f"run.name={name}", *arguments, *MISTAKES[name].keys]
     main.launch(main.main)
 
 
 def guess(arguments: list[str]) -> None:
-    """One of those that cost something, or none. The checks are left out, as they would tell."""
+    """One of those in the code that cost something, or none. The checks are left out, as they would
+    tell. A number behind --guess resumes the run that printed it."""
     costly = [row["name"] for row in rows_of(json.loads(DATA.read_text()))
-              if row["costs"] in COLOURS and MISTAKES[row["name"]].ranks == 1]
-    name = random.choice([*costly, "default"])
+              if row["costs"] in COLOURS and MISTAKES[row["name"]].hunks]
+    number = random.randrange(1_000_000)
+    if arguments and arguments[0].isdigit():
+        number = int(arguments.pop(0))
+    print(f"This is --guess {number}.", flush=True)
+    name = random.Random(number).choice([*costly, "default"])
     main = main_with(name, "past-the-checks")
-    sys.argv[1:] = [*LAB, "run.name=guess", *arguments, *MISTAKES[name].keys]
+    sys.argv[1:] = [*LAB, f"run.name=guess-{number}", *arguments, *MISTAKES[name].keys]
 
     def main_and_answer(words: list[str]) -> None:
         main.main(words)
@@ -150,7 +159,9 @@ def write_gradients(name: str, path: str, arguments: list[str]) -> None:
     import harness
 
     run = harness.make_run([*arguments, *MISTAKES[name].keys, "training.max_grad_norm=null"])
-    harness.torch.save(gradients.gradients_of(run, harness.main.training_step), path)
+    sketches = gradients.gradients_of(run, harness.main.training_step)
+    if harness.RANK == 0:
+        harness.torch.save(sketches, path)
     harness.finish({"gradients": path})
 
 
@@ -162,8 +173,8 @@ SEEDS = argparse.Namespace(keys=[], out="runs/mistakes", seeds=[0, 1, 2])
 LUCK = 0.05  # We trust no smaller difference of a single seed.
 BEFORE, AFTER = "before training", "after 20 steps"
 MODELS = {BEFORE: ROOT / "tiny" / "lab" / "model", AFTER: RUNS / "lab-20" / "best"}
-# The right gradient, also of those whose gradient is right by definition.
-SAME_GRADIENT = ("stale", "staler", "slow", "bfloat16-slow", "forgetful")
+# These show only while weights move. While a gradient is measured, they stand still.
+NO_GRADIENT = ("stale", "staler", "slow", "bfloat16-slow", "forgetful")
 
 
 def command_of(name: str, *words: str) -> list[str]:
@@ -192,17 +203,22 @@ def measure(title: tuple[str, str | int]) -> dict:
 
 def gradient_figures(name: str, model: str) -> dict:
     import gradients
+
+    return gradients.figures_of(sketches_of(name, model), sketches_of("default", model))
+
+
+def sketches_of(name: str, model: str):
+    """Returns the sketches of its batches, (batches, buckets). They are made once."""
     import torch
 
-    sketches = {}
-    for each in ("default", name):
-        path = RUNS / f"{each} {model}.pt"
-        if not path.exists():
-            words = ["--config", "recipes/lab.yaml", f"model.name={json.dumps(str(MODELS[model]))}",
-                     f"training.num_samples_per_step={16 // MISTAKES[each].ranks}"]
-            run_python(command_of(each, "--gradients", each, str(path), *words))
-        sketches[each] = torch.load(path)
-    return gradients.figures_of(sketches[name], sketches["default"])
+    path = RUNS / f"{name} {model}.pt"
+    if not path.exists():
+        part = path.with_suffix(".part")
+        words = ["--config", "recipes/lab.yaml", f"model.name={json.dumps(str(MODELS[model]))}",
+                 f"training.num_samples_per_step={16 // MISTAKES[name].ranks}"]
+        run_python(command_of(name, "--gradients", name, str(part), *words))
+        part.rename(path)
+    return torch.load(path)
 
 
 def run_python(words: list[str]) -> None:
@@ -214,17 +230,23 @@ def run_python(words: list[str]) -> None:
 def measure_missing(names: list[str]) -> None:
     import kept
 
+    unknown = set(names) - set(MISTAKES)
+    if unknown:
+        sys.exit(f"there is no mistake {', '.join(unknown)}")
     RUNS.mkdir(parents=True, exist_ok=True)
-    if not MODELS[AFTER].exists():
+    if not (RUNS / "lab-20" / "summary.json").exists():
         run_python(["main.py", *LAB, "training.max_steps=20", "run.name=lab-20",
                     "run.dir=runs/mistakes"])
     wanted = {}
     for of in (*MODELS, *SEEDS.seeds):
-        for name in names or ["default", *MEASURED, "std"]:
-            if of in MODELS and name not in SAME_GRADIENT:
+        for name in ["default", *(names or [*MEASURED, "std"])]:
+            if of in MODELS and name not in NO_GRADIENT:
                 wanted[f"{name} {of}"] = (name, of)
             elif of in SEEDS.seeds:
                 wanted[f"{name} seed {of}"] = (name, of)
+    known = kept.read(DATA)
+    for model in {of for title, (_, of) in wanted.items() if title not in known} & set(MODELS):
+        sketches_of("default", model)  # The others are compared with it.
     kept.run_missing(DATA, wanted, measure)
 
 

@@ -366,7 +366,7 @@ def signs_of_update(numbers: dict[str, float], config: Config) -> list[str]:
     as_meant = numbers["change_as_meant"]  # By chance it would be 0.5.
     gain = numbers["change"] * (2 * as_meant - 1) * max(1, config.training.warmup_steps)
     is_small = as_meant <= 0.55 or gain <= 3e-4  # of a token and a step, at the full rate
-    is_known = config.model.precision != "mixed"  # There rounding hides what is gained.
+    can_tell = config.model.precision != "mixed"  # There rounding hides what is gained.
     signs = [
         (numbers["non_finite"] == 1, (
             "! the gradient is not finite, and the update was skipped: see model.precision, and "
@@ -380,7 +380,7 @@ def signs_of_update(numbers: dict[str, float], config: Config) -> list[str]:
             "! answers with a positive advantage became less likely: lower "
             "training.learning_rate. If that does not help, check the signs in policy_loss. "
             "It may also be rounding, if model.precision is not float32")),
-        (numbers["change"] == 0 or is_known and is_small, (
+        (numbers["change"] == 0 or can_tell and is_small, (
             "! the update gained almost nothing: see training.learning_rate and model.precision")),
     ]
     return [text for is_seen, text in signs if is_seen][:1]
