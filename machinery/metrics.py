@@ -366,7 +366,7 @@ def signs_of_update(numbers: dict[str, float], config: Config) -> list[str]:
     as_meant = numbers["change_as_meant"]  # By chance it would be 0.5.
     gain = numbers["change"] * (2 * as_meant - 1) * max(1, config.training.warmup_steps)
     is_small = as_meant <= 0.55 or gain <= 3e-4  # of a token and a step, at the full rate
-    can_tell = config.model.precision != "mixed"  # There rounding hides what is gained.
+    can_tell = config.model.precision == "float32"  # Elsewhere rounding hides it.
     signs = [
         (numbers["non_finite"] == 1, (
             "! the gradient is not finite, and the update was skipped: see model.precision, and "
