@@ -14,7 +14,6 @@
 
 import argparse
 import json
-import math
 import os
 import random
 import re
@@ -252,15 +251,20 @@ def measure_missing(names: list[str]) -> None:
 
 # ---------------------------------------------------------------- the table and the picture
 
+def seeds_of(name: str, known: dict) -> list[int]:
+    """Returns all seeds, or the first if one of them is missing. Two would tell no interval."""
+    own = [seed for seed in SEEDS.seeds
+           if {f"{name} seed {seed}", f"default seed {seed}"} <= known.keys()]
+    return own if len(own) == len(SEEDS.seeds) else own[:1]
+
+
 def rows_of(known: dict) -> list[dict]:
     """Returns a row for each mistake that has runs, those that cost most first."""
     import experiments
 
-    seeds = [seed for seed in SEEDS.seeds if f"default seed {seed}" in known]
     rows = []
     for name in [*MEASURED, "std"]:
-        options = argparse.Namespace(keys=[], seeds=[
-            seed for seed in seeds if f"{name} seed {seed}" in known])
+        options = argparse.Namespace(keys=[], seeds=seeds_of(name, known))
         if not options.seeds:
             continue
         claim = experiments.Claim("", "", "solved", more=name, less="default")
@@ -317,14 +321,13 @@ def cosine_as_text(figures: dict | None) -> str:
 
 def show_as_sampled(known: dict) -> None:
     """Prints how a right run and a wrong one end, evaluated as training has sampled."""
-    seeds = [seed for seed in SEEDS.seeds if f"default seed {seed}" in known]
     print("| sampled with | the default | the mistake |\n| --- | --- | --- |")
     for place, (name, settings) in enumerate(AS_SAMPLED.items()):
-        of_mistake = [known[f"{name} seed {seed}"]["as sampled"][0] for seed in seeds
-                      if f"{name} seed {seed}" in known]
+        seeds = seeds_of(name, known)
+        of_mistake = [known[f"{name} seed {seed}"]["as sampled"][0] for seed in seeds]
         of_default = [known[f"default seed {seed}"]["as sampled"][place] for seed in seeds]
         says = ", ".join(f"{key} {value}" for key, value in settings.items())
-        print(f"| {says} | {fmean(of_default):.3f} | {fmean(of_mistake or [math.nan]):.3f} |")
+        print(f"| {says} | {fmean(of_default):.3f} | {fmean(of_mistake):.3f} |")
 
 
 COLOURS = {"everything": "#d55e00", "something": "#e69f00"}  # The others are grey.
@@ -336,8 +339,7 @@ def draw(rows: list[dict], known: dict, path: Path) -> None:
 
     figure = Figure(figsize=(7, 0.4 * len(rows) + 1.4), layout="constrained")
     ends, cosines = figure.subplots(1, 2, sharey=True, width_ratios=[3, 2])
-    right = [known[f"default seed {seed}"]["curve"] for seed in SEEDS.seeds
-             if f"default seed {seed}" in known]
+    right = [known[f"default seed {seed}"]["curve"] for seed in seeds_of("hot-loss", known)]
     for place, label in ((0, "before training"), (-1, "without a mistake")):
         ends.axvline(fmean(curve[place]["solved"] for curve in right), color="#525252",
                      linestyle=":" if place == 0 else "--", label=label)
