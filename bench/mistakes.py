@@ -3,8 +3,7 @@
     .venv/bin/python bench/mistakes.py
         lists the mistakes
     .venv/bin/python bench/mistakes.py no-mean --config recipes/lab.yaml
-        trains with a mistake. The keys are those of main.py. If a check refuses the mistake, write
-        past-the-checks behind its name
+        trains with a mistake. With past-the-checks behind its name, no check refuses it
     .venv/bin/python bench/mistakes.py --guess
         trains the lab model with one that it does not name, and tells at the end which it was
     .venv/bin/python bench/mistakes.py --table
@@ -24,10 +23,12 @@ import types
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-BENCH = ROOT / "bench"
-LAB = ["--config", "recipes/lab.yaml", "training.num_samples_per_step=16"]
+QUESTIONS = 16  # in a step, of all ranks
+LAB = ["--config", "recipes/lab.yaml", f"training.num_samples_per_step={QUESTIONS}"]
+PAST_THE_CHECKS = "past-the-checks"
 
 
 @dataclass(frozen=True)
@@ -46,15 +47,16 @@ class Mistake:
 
 def read_mistakes() -> dict[str, Mistake]:
     mistakes = {}
-    for section in (BENCH / "mistakes.diff").read_text().split("\n=== ")[1:]:
+    for section in (ROOT / "bench" / "mistakes.diff").read_text().split("\n=== ")[1:]:
         head, *hunks = re.split(r"^@@.*\n", section, flags=re.MULTILINE)
-        name, *facts = re.split(r"\n+", head.strip())
-        facts = dict(fact.split(": ", 1) for fact in facts if ": " in fact)
-        mistakes[name] = Mistake(facts, [(side(hunk, "-"), side(hunk, "+")) for hunk in hunks])
+        name, *lines = head.strip().splitlines()
+        facts = dict(line.split(": ", 1) for line in lines)
+        changes = [(side_of(hunk, "-"), side_of(hunk, "+")) for hunk in hunks]
+        mistakes[name] = Mistake(facts, changes)
     return mistakes
 
 
-def side(hunk: str, sign: str) -> str:
+def side_of(hunk: str, sign: str) -> str:
     """Returns the lines before (-) or after (+), with those that both have."""
     lines = hunk.splitlines(keepends=True)
     return "".join(line[1:] for line in lines if line[0] in (" ", sign))
@@ -71,7 +73,7 @@ def main_with(*names: str) -> types.ModuleType:
         for before, after in MISTAKES[name].hunks:
             assert source.count(before) == 1, f"main.py has not once: {before}"
             source = source.replace(before, after)
-    sys.path[:0] = [str(ROOT), str(BENCH)]
+    sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
     module = types.ModuleType("main")
     module.__file__ = str(ROOT / "main.py")
     sys.modules["main"] = module
@@ -81,35 +83,30 @@ def main_with(*names: str) -> types.ModuleType:
 
 # ---------------------------------------------------------------- to play with
 
-def train_with(name: str, arguments: list[str]) -> None:
+def train_with(name: str, words: list[str]) -> None:
     ranks = MISTAKES[name].ranks
     if int(os.environ.get("WORLD_SIZE", "1")) < ranks:
         sys.exit(f"{name} shows on {ranks} ranks: use torchrun --nproc-per-node={ranks}")
-    names = [name]
-    if "past-the-checks" in arguments:
-        names.append(arguments.pop(arguments.index("past-the-checks")))
-    main = main_with(*names)
-    sys.argv[1:] = [f"run.name={name}", *arguments, *MISTAKES[name].keys]
+    main = main_with(name, *[word for word in words if word == PAST_THE_CHECKS])
+    keys = [word for word in words if word != PAST_THE_CHECKS]
+    sys.argv[1:] = [f"run.name={name}", *keys, *MISTAKES[name].keys]
     main.launch(main.main)
 
 
 def guess(arguments: list[str]) -> None:
-    """One of those in the code that cost something, or none. The checks are left out, as they would
-    tell. A number behind --guess resumes the run that printed it."""
-    costly = [row["name"] for row in rows_of(json.loads(DATA.read_text()))
-              if row["costs"] in COLOURS and MISTAKES[row["name"]].hunks]
-    number = random.randrange(1_000_000)
-    if arguments and arguments[0].isdigit():
-        number = int(arguments.pop(0))
-    print(f"This is --guess {number}.", flush=True)
-    name = random.Random(number).choice([*costly, "default"])
-    main = main_with(name, "past-the-checks")
-    sys.argv[1:] = [*LAB, f"run.name=guess-{number}", *arguments, *MISTAKES[name].keys]
+    """Trains with a mistake that costs something, or with none, and without the telling checks."""
+    hidden = ["default"]
+    for row in rows_of(json.loads(DATA.read_text())):
+        if row.costs in COLOURS and MISTAKES[row.name].hunks:
+            hidden.append(row.name)
+    name = random.choice(hidden)
+    main = main_with(name, PAST_THE_CHECKS)
+    folder = f"guess-{random.randrange(10**6)}"  # Its name may not tell which mistake it was.
+    sys.argv[1:] = [*LAB, f"run.name={folder}", *arguments, *MISTAKES[name].keys]
 
     def main_and_answer(words: list[str]) -> None:
         main.main(words)
-        print(f"It was {name} ({MISTAKES[name].facts['fault']}), of {', '.join(sorted(costly))} "
-              "and default.")
+        print(f"It was {name}, {MISTAKES[name].facts['fault']}, of {', '.join(sorted(hidden))}.")
 
     main.launch(main_and_answer)
 
@@ -128,21 +125,22 @@ AS_DEFAULT = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
 def run_measured(name: str, arguments: list[str]) -> None:
     """Trains, and evaluates as the default samples. In the end it evaluates as this one samples,
     too, which is written down as if it were the step after the last."""
-    main = main_with(name, "past-the-checks")
+    main = main_with(name, PAST_THE_CHECKS)
     plain_evaluate, plain_train = main.evaluate, main.train
 
     def evaluate_with(run, settings: dict):
         sampling = run.config.sampling.model_copy(update=settings)
-        return plain_evaluate(replace(run, config=run.config.model_copy(
-            update={"sampling": sampling})))
+        config = run.config.model_copy(update={"sampling": sampling})
+        return plain_evaluate(replace(run, config=config))
 
     def train(run) -> None:
         plain_train(run)
-        wanted = AS_SAMPLED if name == "default" else {name} & set(AS_SAMPLED)
-        for i, sampled_by in enumerate(wanted):
-            groups = evaluate_with(run, AS_SAMPLED[sampled_by])
-            metrics = main.evaluation_metrics(groups, run.task)
-            run.log.evaluation(run.step + 1 + i, metrics, groups)
+        step = run.step
+        for sampled_by, settings in AS_SAMPLED.items():
+            if name in ("default", sampled_by):
+                step += 1
+                groups = evaluate_with(run, settings)
+                run.log.evaluation(step, main.evaluation_metrics(groups, run.task), groups)
 
     main.evaluate = lambda run: evaluate_with(run, AS_DEFAULT)
     main.train = train
@@ -153,7 +151,7 @@ def run_measured(name: str, arguments: list[str]) -> None:
 # ---------------------------------------------------------------- its gradient
 
 def write_gradients(name: str, path: str, arguments: list[str]) -> None:
-    main_with(name, "past-the-checks")
+    main_with(name, PAST_THE_CHECKS)
     import gradients
     import harness
 
@@ -168,6 +166,7 @@ def write_gradients(name: str, path: str, arguments: list[str]) -> None:
 
 DATA = ROOT / "docs" / "mistakes.json"
 RUNS = ROOT / "runs" / "mistakes"
+STEPS = 60
 SEEDS = argparse.Namespace(keys=[], out="runs/mistakes", seeds=[0, 1, 2])
 LUCK = 0.05  # We trust no smaller difference of a single seed.
 BEFORE, AFTER = "before training", "after 20 steps"
@@ -178,29 +177,31 @@ NO_GRADIENT = ("stale", "staler", "slow", "bfloat16-slow", "forgetful")
 
 def command_of(name: str, *words: str) -> list[str]:
     """Returns how Python runs this file with these words, on as many ranks as the mistake needs."""
+    command = ["bench/mistakes.py", *words]
     ranks = MISTAKES[name].ranks
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return [*(torchrun if ranks > 1 else []), "bench/mistakes.py", *words]
+    if ranks > 1:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command = [*torchrun, *command]
+    return command
 
 
-def measure(title: tuple[str, str | int]) -> dict:
-    """Returns what docs/mistakes.json holds of a mistake with a seed, or of its gradient."""
+def record_of(name: str, seed: int) -> dict:
+    """Returns what docs/mistakes.json holds of a run."""
     import experiments
 
-    name, of = title
-    questions = 16 // MISTAKES[name].ranks
-    if of in MODELS:
-        return gradient_figures(name, of)
-    experiments.RUNS[name] = {experiments.PROGRAM: command_of(name, "--run", name),
-                              experiments.QUESTIONS: questions}
-    record = experiments.record_of(name, of, SEEDS)
-    last = max(entry["step"] for entry in record["curve"] if entry["step"] % 20 == 0)
-    as_sampled = [entry["solved"] for entry in record["curve"] if entry["step"] > last]
-    record["curve"] = [entry for entry in record["curve"] if entry["step"] <= last]
-    return record | {"as sampled": as_sampled}
+    experiments.RUNS[name] = {
+        experiments.PROGRAM: command_of(name, "--run", name),
+        experiments.QUESTIONS: QUESTIONS // MISTAKES[name].ranks,
+    }
+    record = experiments.record_of(name, seed, SEEDS)
+    curve = record["curve"]
+    record["curve"] = [entry for entry in curve if entry["step"] <= STEPS]
+    record["as sampled"] = [entry["solved"] for entry in curve if entry["step"] > STEPS]
+    return record
 
 
 def gradient_figures(name: str, model: str) -> dict:
+    """Returns what docs/mistakes.json holds of a gradient."""
     import gradients
 
     return gradients.figures_of(sketches_of(name, model), sketches_of("default", model))
@@ -212,41 +213,40 @@ def sketches_of(name: str, model: str):
 
     path = RUNS / f"{name} {model}.pt"
     if not path.exists():
-        part = path.with_suffix(".part")
-        words = ["--config", "recipes/lab.yaml", f"model.name={json.dumps(str(MODELS[model]))}",
-                 f"training.num_samples_per_step={16 // MISTAKES[name].ranks}"]
-        run_python(command_of(name, "--gradients", name, str(part), *words))
-        part.rename(path)
+        keys = [f"model.name={json.dumps(str(MODELS[model]))}",
+                f"training.num_samples_per_step={QUESTIONS // MISTAKES[name].ranks}"]
+        run_python(command_of(name, "--gradients", name, str(path), *LAB, *keys))
     return torch.load(path)
 
 
 def run_python(words: list[str]) -> None:
-    threads = {"OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, *words], cwd=ROOT, check=True, env=os.environ | threads,
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, check=True,
                    stdout=subprocess.DEVNULL)
 
 
 def measure_missing(names: list[str]) -> None:
     import kept
 
-    unknown = set(names) - set(MISTAKES)
-    if unknown:
-        sys.exit(f"there is no mistake {', '.join(unknown)}")
     RUNS.mkdir(parents=True, exist_ok=True)
     if not (RUNS / "lab-20" / "summary.json").exists():
         run_python(["main.py", *LAB, "training.max_steps=20", "run.name=lab-20",
                     "run.dir=runs/mistakes"])
-    wanted = {}
-    for of in (*MODELS, *SEEDS.seeds):
-        for name in ["default", *(names or [*MEASURED, "std"])]:
-            if of in MODELS and name not in NO_GRADIENT:
-                wanted[f"{name} {of}"] = (name, of)
-            elif of in SEEDS.seeds:
-                wanted[f"{name} seed {of}"] = (name, of)
-    known = kept.read(DATA)
-    for model in {of for title, (_, of) in wanted.items() if title not in known} & set(MODELS):
-        sketches_of("default", model)  # The others are compared with it.
-    kept.run_missing(DATA, wanted, measure)
+    names = ["default", *(names or [*MEASURED, "std"])]
+    gradients = {}
+    for model in MODELS:
+        for name in names:
+            if name not in NO_GRADIENT:
+                gradients[f"{name} {model}"] = (name, model)
+    runs = {}
+    for seed in SEEDS.seeds:
+        for name in names:
+            runs[f"{name} seed {seed}"] = (name, seed)
+    if not gradients.keys() <= kept.read(DATA).keys():
+        for model in MODELS:
+            sketches_of("default", model)  # The others are compared with it.
+        kept.run_missing(DATA, gradients, lambda each: gradient_figures(*each))
+    kept.run_missing(DATA, runs, lambda each: record_of(*each))
 
 
 # ---------------------------------------------------------------- the table and the picture
@@ -258,28 +258,40 @@ def seeds_of(name: str, known: dict) -> list[int]:
     return own if len(own) == len(SEEDS.seeds) else own[:1]
 
 
-def rows_of(known: dict) -> list[dict]:
+@dataclass(frozen=True)
+class Row:
+    name: str
+    effect: Any  # experiments.Effect: the mistake less the default
+    ends: list[float]  # what each seed has solved
+    costs: str
+    cosines: list[list | None]  # of the expected gradient, with half of its interval
+
+
+def solved(name: str, seeds: list[int], place: int, known: dict) -> list[float]:
+    """Returns what was solved at this place of the curve, with each seed."""
+    return [known[f"{name} seed {seed}"]["curve"][place]["solved"] for seed in seeds]
+
+
+def rows_of(known: dict) -> list[Row]:
     """Returns a row for each mistake that has runs, those that cost most first."""
     import experiments
 
     rows = []
     for name in [*MEASURED, "std"]:
-        options = argparse.Namespace(keys=[], seeds=seeds_of(name, known))
-        if not options.seeds:
+        seeds = seeds_of(name, known)
+        if not seeds:
             continue
         claim = experiments.Claim("", "", "solved", more=name, less="default")
+        options = argparse.Namespace(keys=[], seeds=seeds)
         effect = experiments.effect_of(claim, known, options)
-        if len(options.seeds) == 1:
+        if len(seeds) == 1:
             effect = replace(effect, seeds=LUCK)
-        before = fmean(known[f"default seed {seed}"]["curve"][0]["solved"]
-                       for seed in options.seeds)
-        ends = [known[f"{name} seed {seed}"]["curve"][-1]["solved"] for seed in options.seeds]
-        rows.append({
-            "name": name, "effect": effect, "ends": ends,
-            "costs": cost_of(effect, before),
-            "cosines": {model: known.get(f"{name} {model}") for model in MODELS},
-        })
-    return sorted(rows, key=lambda row: row["effect"].more)
+        before = fmean(solved("default", seeds, 0, known))
+        figures = [known.get(f"{name} {model}", {}) for model in MODELS]
+        cosines = [each.get("cosine of many batches") for each in figures]
+        rows.append(Row(name, effect, solved(name, seeds, -1, known), cost_of(effect, before),
+                        cosines))
+    return sorted(rows, key=lambda row: row.effect.more)
 
 
 def cost_of(effect, before: float) -> str:
@@ -288,35 +300,40 @@ def cost_of(effect, before: float) -> str:
         return "could be chance"
     if effect.verdict == "holds":
         return "nothing, it ends higher"
-    gained = (effect.more - before) / (effect.less - before)
-    return "everything" if gained < 0.25 else "something"
+    gain_left = (effect.more - before) / (effect.less - before)
+    return "everything" if gain_left < 0.25 else "something"
 
 
-EXPECTED = {"lost": "everything", "lower": "something", "level": "could be chance"}
-
-
-def show_table(rows: list[dict]) -> None:
+def show_table(rows: list[Row]) -> None:
     print("| mistake | costs | solved | difference | ± seeds | ± questions "
           "| cosine before training | after 20 steps | what shows it |\n|" + " --- |" * 9)
+    num_expected = 0
     num_right = 0
     for row in rows:
-        name, effect = row["name"], row["effect"]
-        facts = MISTAKES[name].facts
-        cosines = [cosine_as_text(row["cosines"][model]) for model in MODELS]
-        of_seeds = f"{effect.seeds:.3f}" if len(row["ends"]) > 1 else "one seed"
-        print(f"| `{name}`, {facts['fault']} | {row['costs']} | {effect.more:.3f} "
-              f"| {effect.difference:+.3f} | {of_seeds} | {effect.questions:.3f} "
-              f"| {' | '.join(cosines)} | {facts.get('shown by', 'nothing')} |")
-        num_right += EXPECTED.get(facts.get("expected")) == row["costs"]
-    num_expected = sum("expected" in MISTAKES[row["name"]].facts for row in rows)
+        facts = MISTAKES[row.name].facts
+        effect = row.effect
+        cells = [
+            f"`{row.name}`, {facts['fault']}",
+            row.costs,
+            f"{effect.more:.3f}",
+            f"{effect.difference:+.3f}",
+            f"{effect.seeds:.3f}" if len(row.ends) > 1 else "one seed",
+            f"{effect.questions:.3f}",
+            *map(as_text, row.cosines),
+            facts.get("shown by", "nothing"),
+        ]
+        print(f"| {' | '.join(cells)} |")
+        if "expected" in facts:
+            num_expected += 1
+            num_right += facts["expected"] == row.costs
     print(f"\nBefore the runs we expected what {num_right} of {num_expected} cost.")
 
 
-def cosine_as_text(figures: dict | None) -> str:
-    if figures is None:
+def as_text(cosine: list | None) -> str:
+    if cosine is None:
         return ""
-    value, half = figures["cosine of many batches"]
-    return "no gradient" if value is None else f"{value:.2f} ± {half:.2f}"
+    value, half = cosine
+    return "lost in noise" if value is None else f"{value:.2f} ± {half:.2f}"
 
 
 def show_as_sampled(known: dict) -> None:
@@ -330,33 +347,30 @@ def show_as_sampled(known: dict) -> None:
         print(f"| {says} | {fmean(of_default):.3f} | {fmean(of_mistake):.3f} |")
 
 
-COLOURS = {"everything": "#d55e00", "something": "#e69f00"}  # The others are grey.
+COLOURS = {"everything": "#d55e00", "something": "#e69f00"}
+GREY = "#525252"  # of the others
 
 
-def draw(rows: list[dict], known: dict, path: Path) -> None:
-    """Draws what each mistake leaves of a run, a circle for each seed, beside its gradient."""
+def draw(rows: list[Row], known: dict, path: Path) -> None:
+    """Draws what each mistake leaves of a run, a circle for each seed."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 0.4 * len(rows) + 1.4), layout="constrained")
-    ends, cosines = figure.subplots(1, 2, sharey=True, width_ratios=[3, 2])
-    right = [known[f"default seed {seed}"]["curve"] for seed in seeds_of("hot-loss", known)]
-    for place, label in ((0, "before training"), (-1, "without a mistake")):
-        ends.axvline(fmean(curve[place]["solved"] for curve in right), color="#525252",
-                     linestyle=":" if place == 0 else "--", label=label)
+    figure = Figure(figsize=(6, 0.34 * len(rows) + 1.2), layout="constrained")
+    axes = figure.subplots()
+    seeds = seeds_of("default", known)
+    before = fmean(solved("default", seeds, 0, known))
+    after = fmean(solved("default", seeds, -1, known))
+    axes.axvline(before, color=GREY, linestyle=":", label="before training")
+    axes.axvline(after, color=GREY, linestyle="--", label="without a mistake")
     places = range(len(rows), 0, -1)  # The first row is at the top.
     for place, row in zip(places, rows):
-        colour = COLOURS.get(row["costs"], "#525252")
-        ends.plot(row["ends"], [place] * len(row["ends"]), "o", color=colour,
-                  markerfacecolor="none", markersize=8)
-        figures = row["cosines"][AFTER]
-        if figures and figures["cosine of many batches"][0] is not None:
-            value, half = figures["cosine of many batches"]
-            cosines.errorbar(value, place, xerr=half, fmt="s", color=colour)
-    faults = [textwrap.fill(MISTAKES[row["name"]].facts["fault"], 38) for row in rows]
-    ends.set_yticks(places, faults, fontsize=9)
-    ends.set_title("solved after 60 steps", fontsize=10)
-    cosines.set_title("cosine after 20 steps", fontsize=10)
-    cosines.set_xlim(-1, 1.1)
+        colour = COLOURS.get(row.costs, GREY)
+        axes.plot(row.ends, [place] * len(row.ends), "o", color=colour, markerfacecolor="none",
+                  markersize=8)
+    faults = [textwrap.fill(MISTAKES[row.name].facts["fault"], 44) for row in rows]
+    axes.set_yticks(places, faults, fontsize=8)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("solved after 60 steps")
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(path, dpi=160)
 

@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerBase
 
 import main
 from machinery.errors import UserError, as_user_error, shortened, visible
-from machinery.metrics import change_metrics
+from machinery.metrics import MOVED, change_metrics
 from machinery.model import make_sampler, refresh_sampler
 from machinery.passes import measure_in_batches, store_in_answers
 from machinery.ranks import join, random_seed
@@ -39,7 +39,6 @@ from main import Run, Trajectory
 
 TEMPLATE = Path(__file__).with_name("one_step_page.html")
 NUMBERS = ("change_as_meant", "change_rewarded", "change_punished")
-MOVED = 1e-6  # Smaller changes of log p are rounding.
 MOST_TRIES = 50  # groups without a signal, one after the other
 MOST_BYTES = 300_000  # of a page
 # So many tokens of all answers, and so many characters of a question, are on a page. We take the

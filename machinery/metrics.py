@@ -20,6 +20,7 @@ from machinery.settings import Config, TrainingSettings, is_due
 from machinery.tasks import Task
 
 PHASES = ("sample", "score", "learn")
+MOVED = 1e-6  # A token moved if its log-probability changed by more than this.
 MOST_SKIPPED_STEPS = 5  # in a row
 NOTHING_LEARNED = {
     "loss": 0.0,
@@ -90,9 +91,8 @@ def count_skipped(num_skipped: int, update: dict[str, float], step: int) -> int:
 # ---------------------------------------------------------------- of a step
 
 class StepReport:
-    """The metrics of a step, of all ranks. It is made before the update, and changes no weight. In
-    step 1 it makes a forward pass over the answers before the update, and one after it. In steps
-    that are evaluated it makes one after the update. Collective."""
+    """The metrics of a step, of all ranks. It is made before the update. In step 1 it makes a
+    forward pass before the update, there and in evaluated steps one after it. Collective."""
 
     def __init__(
         self, policy: nn.Module, task: Task, config: Config, step: int, groups: list[list]
@@ -204,6 +204,7 @@ def change_metrics(
     is_as_meant = change * advantage > 0
     sums = sum_over_ranks({
         "tokens": len(change),
+        "moved": float((change.abs() > MOVED).sum()) if change.isfinite().all() else math.nan,
         "change": float(change.abs().sum()),
         "change_as_meant": float(change[is_as_meant].abs().sum()),
         "rewarded": float((advantage > 0).sum()),
@@ -212,7 +213,7 @@ def change_metrics(
         "change_punished": float(change[advantage < 0].sum()),
     })
     return {
-        "change": share(sums["change"], sums["tokens"]),
+        "moved": share(sums["moved"], sums["tokens"]),
         "change_as_meant": share(sums["change_as_meant"], sums["change"]),
         "change_rewarded": share(sums["change_rewarded"], sums["rewarded"]),
         "change_punished": share(sums["change_punished"], sums["punished"]),
@@ -302,8 +303,7 @@ def solved_by_kind(groups: list[list], solved: list[float]) -> dict[str, float]:
 # A bad sign begins with an exclamation mark, and names the keys to look at.
 
 def look_at_first_step(metrics: dict[str, float | None], config: Config) -> list[str]:
-    """Returns the lines that are printed under the first step: what was measured, and what is off.
-    A run that learns nothing would not say so by itself."""
+    """Returns the lines under the first step: what was measured, and what is off."""
     # All comparisons with nan are false, so that a missing number is no sign of anything.
     numbers = {name: math.nan if value is None else value for name, value in metrics.items()}
     signs = signs_of_sampling(numbers) + signs_of_rewards(numbers)
@@ -363,10 +363,9 @@ def signs_of_rewards(numbers: dict[str, float]) -> list[str]:
 
 def signs_of_update(numbers: dict[str, float], config: Config) -> list[str]:
     """Returns at most one sign, because an earlier one explains the later ones."""
-    as_meant = numbers["change_as_meant"]  # By chance it would be 0.5.
-    gain = numbers["change"] * (2 * as_meant - 1) * max(1, config.training.warmup_steps)
-    is_small = as_meant <= 0.55 or gain <= 3e-4  # of a token and a step, at the full rate
-    can_tell = config.model.precision == "float32"  # Elsewhere rounding hides it.
+    difference = numbers["change_rewarded"] - numbers["change_punished"]
+    at_full_rate = difference * max(1, config.training.warmup_steps)  # Step 1 has a part of it.
+    is_exact = config.model.precision == "float32"  # Elsewhere rounding hides small changes.
     signs = [
         (numbers["non_finite"] == 1, (
             "! the gradient is not finite, and the update was skipped: see model.precision, and "
@@ -374,13 +373,14 @@ def signs_of_update(numbers: dict[str, float], config: Config) -> list[str]:
         (numbers["grad_norm"] == 0, (
             "! the gradient is 0: there was nothing to learn, or the answers do not depend on the "
             "weights that are trained. See model.lora_rank and model.lora_targets")),
-        (numbers["learned"] and math.isnan(numbers["change"]),
+        (numbers["learned"] and math.isnan(numbers["moved"]),
          "! log-probabilities are not finite after the update: lower training.learning_rate"),
-        (numbers["change_rewarded"] <= -0.02 or as_meant <= 0.3, (
+        (numbers["moved"] <= 0.01 or (is_exact and abs(at_full_rate) <= 6e-4), (
+            "! almost nothing has changed: see training.learning_rate, training.warmup_steps "
+            "and model.precision")),
+        (numbers["change_rewarded"] <= -0.02 or numbers["change_as_meant"] <= 0.3, (
             "! answers with a positive advantage became less likely: lower "
             "training.learning_rate. If that does not help, check the signs in policy_loss. "
             "It may also be rounding, if model.precision is not float32")),
-        (numbers["change"] == 0 or can_tell and is_small, (
-            "! the update gained almost nothing: see training.learning_rate and model.precision")),
     ]
     return [text for is_seen, text in signs if is_seen][:1]

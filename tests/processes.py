@@ -53,8 +53,7 @@ def inherited_environment() -> dict[str, str]:
 
 
 def ranks(num_ranks: int, work, *arguments, cwd: Path = ROOT, **environment) -> Result:
-    """Calls `work(*arguments)` on each of `num_ranks` ranks. `work` is a function at the top of a
-    test file."""
+    """Calls `work(*arguments)` on each of `num_ranks` ranks. It is at the top of a test file."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     # Port 0 is any free port.

@@ -21,8 +21,9 @@ PAGES = "\n".join([README, *(path.read_text() for path in (ROOT / "docs").glob("
 
 
 def commands() -> list[str]:
-    """Every command in the pages' blocks of bash, continued lines joined, and keys in tables."""
+    """Every command in the pages' blocks of bash, continued lines joined, and those of tables."""
     blocks = re.findall(r"```bash\n(.*?)```", PAGES, re.DOTALL)
+    blocks += re.findall(r"`(\.venv/bin/(?:python|torchrun) [^`]+)`", PAGES)
     keys = re.findall(r"^\|.*?\| `('?(?:training|task)\.\w+=[^`]+)`", PAGES, re.MULTILINE)
     blocks += [f".venv/bin/python main.py {each}" for each in keys]
     return [line for block in blocks for line in re.sub(r"\\\n\s*", "", block).splitlines()]
@@ -52,7 +53,7 @@ def test_every_command_that_is_shown_has_settings_that_are_understood_and_script
         own_task):
     (own_task / "my.yaml").write_text("training:\n  learning_rate: 0.00001\n")
     (own_task / "recipes").symlink_to(ROOT / "recipes")
-    assert len(commands()) > 40
+    assert len(commands()) > 50
     for command in commands():
         for script in re.findall(r"\b(?:examples|bench|tests)/\w+\.py", command):
             assert (ROOT / script).exists(), command

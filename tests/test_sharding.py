@@ -70,8 +70,7 @@ def run_with_model(shard, architecture, dtype, settings):
 
 
 def after_four_steps(run):
-    """Returns a tensor for each thing that the steps come to: the metrics, the weights, and each
-    part of the optimizer state."""
+    """Returns what the steps come to, as tensors: metrics, weights, and the optimizer's state."""
     metrics = []
     for run.step in (1, 2, 3, 4):
         for update in main.learn(run, own_answers(run.step)):
