@@ -17,7 +17,7 @@ OUT_OF_RANGE = (
 SAMPLE_IN_LESS_MEMORY = "lower sampling.max_rows, then training.max_new_gen_tokens"
 LEARN_IN_LESS_MEMORY = (
     "lower training.tokens_per_micro_batch, then set model.gradient_checkpointing to true, then "
-    "model.precision to bfloat16. With several GPUs set training.shard to true"
+    "model.lora_rank to 32. With several GPUs set training.shard to true"
 )
 LOAD_IN_LESS_MEMORY = (
     "set model.lora_rank to 32, for example, take a smaller model, or start fewer ranks. With "

@@ -336,8 +336,7 @@ def signs_of_sampling(numbers: dict[str, float]) -> list[str]:
             "does not know its stop token. For a chat model set data.prompt_style to chat")),
         (numbers["sampler_gap"] >= 0.005, (
             "! the answers were not sampled from the policy that is trained: see "
-            "sampling.temperature, sampling.top_p and sampling.top_k. A top_p below 1 and a "
-            "top_k above 0 have this effect")),
+            "sampling.temperature. With sampling.top_p or sampling.top_k this is expected")),
         (numbers["groups_none_solved"] >= 0.9, (
             "! the questions are too hard to learn from: take easier ones with data.dataset, a "
             "better model with model.name, or more answers with training.k_best_of_n")),
@@ -375,6 +374,8 @@ def signs_of_update(numbers: dict[str, float], config: Config) -> list[str]:
             "weights that are trained. See model.lora_rank and model.lora_targets")),
         (numbers["learned"] and math.isnan(numbers["moved"]),
          "! log-probabilities are not finite after the update: lower training.learning_rate"),
+        (config.model.precision == "bfloat16" and not config.model.lora_rank,
+         "! bfloat16 loses small updates: set model.precision to mixed, or use model.lora_rank"),
         (numbers["moved"] <= 0.01 or (is_exact and abs(at_full_rate) <= 6e-4), (
             "! almost nothing has changed: see training.learning_rate, training.warmup_steps "
             "and model.precision")),

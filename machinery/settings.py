@@ -20,7 +20,6 @@ ROOT = Path(__file__).resolve().parent.parent  # This is the folder of main.py.
 # No number is larger, also none that a reward returns. Sums of squares stay within float32.
 MOST = 1e9
 VERSION = 2  # It changes when the same settings mean another experiment than before.
-USAGE = "usage: main.py [--config file.yaml] [section.key=value ...]"
 
 Natural = Annotated[StrictInt, Field(ge=0)]
 Count = Annotated[StrictInt, Field(ge=1)]
@@ -140,7 +139,7 @@ FREE_KEYS = {
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; {USAGE}")
+        raise UserError(f"{message}; usage: main.py [--config file.yaml] [section.key=value ...]")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Ends the process after --help. `launch` takes sys.exit() for a failure."""
