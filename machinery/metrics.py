@@ -335,8 +335,8 @@ def signs_of_sampling(numbers: dict[str, float]) -> list[str]:
             "! too many answers are truncated: raise training.max_new_gen_tokens. Or the model "
             "does not know its stop token. For a chat model set data.prompt_style to chat")),
         (numbers["sampler_gap"] >= 0.005, (
-            "! the answers were not sampled from the policy that is trained: see "
-            "sampling.temperature. With sampling.top_p or sampling.top_k this is expected")),
+            "! the answers were not sampled from the policy that is trained: see sampling.top_p, "
+            "sampling.top_k, and if both are off, sampling.temperature and model.precision")),
         (numbers["groups_none_solved"] >= 0.9, (
             "! the questions are too hard to learn from: take easier ones with data.dataset, a "
             "better model with model.name, or more answers with training.k_best_of_n")),
@@ -375,7 +375,7 @@ def signs_of_update(numbers: dict[str, float], config: Config) -> list[str]:
         (numbers["learned"] and math.isnan(numbers["moved"]),
          "! log-probabilities are not finite after the update: lower training.learning_rate"),
         (config.model.precision == "bfloat16" and not config.model.lora_rank,
-         "! bfloat16 loses small updates: set model.precision to mixed, or use model.lora_rank"),
+         "! weights in bfloat16 lose small updates: set model.precision to mixed"),
         (numbers["moved"] <= 0.01 or (is_exact and abs(at_full_rate) <= 6e-4), (
             "! almost nothing has changed: see training.learning_rate, training.warmup_steps "
             "and model.precision")),

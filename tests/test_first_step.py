@@ -259,10 +259,10 @@ def test_each_sign_begins_where_it_should_and_names_real_settings(
     assert set(re.findall(r"[a-z]+\.[a-z_]+", sign)) <= set(KEYS)
 
 
-@pytest.mark.parametrize(("lora_rank", "num_signs"), [(0, 1), (8, 0)])
-def test_weights_in_bfloat16_are_named_unless_adapters_learn(lora_rank, num_signs):
-    config = learning_config(model__precision="bfloat16", model__lora_rank=lora_rank)
-    assert len(bad_signs(look_at_first_step(HEALTHY, config))) == num_signs
+def test_weights_in_bfloat16_are_named_unless_adapters_learn():
+    for lora_rank, num_signs in ((0, 1), (8, 0)):
+        config = learning_config(model__precision="bfloat16", model__lora_rank=lora_rank)
+        assert len(bad_signs(look_at_first_step(HEALTHY, config))) == num_signs
 
 
 def test_a_step_without_anything_to_learn_is_not_called_healthy():
