@@ -317,7 +317,7 @@ def show_table(rows: list[Row]) -> None:
         if "expected" in facts:
             num_expected += 1
             num_right += facts["expected"] == row.costs
-    print(f"\nBefore the runs we expected what {num_right} of {num_expected} cost.")
+    print(f"\nBefore the runs we had guessed the cost of {num_right} of {num_expected} rightly.")
 
 
 def as_text(cosine: list | None) -> str:
