@@ -363,7 +363,7 @@ def signs_of_rewards(numbers: dict[str, float]) -> list[str]:
 def signs_of_update(numbers: dict[str, float], config: Config) -> list[str]:
     """Returns at most one sign, because an earlier one explains the later ones."""
     difference = numbers["change_rewarded"] - numbers["change_punished"]
-    at_full_rate = difference * max(1, config.training.warmup_steps)  # Step 1 has a part of it.
+    is_small = abs(difference) * max(1, config.training.warmup_steps) <= 6e-4  # at the full rate
     is_exact = config.model.precision == "float32"  # Elsewhere rounding hides small changes.
     signs = [
         (numbers["non_finite"] == 1, (
@@ -376,7 +376,7 @@ def signs_of_update(numbers: dict[str, float], config: Config) -> list[str]:
          "! log-probabilities are not finite after the update: lower training.learning_rate"),
         (config.model.precision == "bfloat16" and not config.model.lora_rank,
          "! weights in bfloat16 lose small updates: set model.precision to mixed"),
-        (numbers["moved"] <= 0.01 or (is_exact and abs(at_full_rate) <= 6e-4), (
+        (numbers["moved"] <= 0.01 or (is_exact and is_small), (
             "! almost nothing has changed: see training.learning_rate, training.warmup_steps "
             "and model.precision")),
         (numbers["change_rewarded"] <= -0.02 or numbers["change_as_meant"] <= 0.3, (
