@@ -1,40 +1,55 @@
-"""GRPO in one file: reinforcement learning of language models, from question to update.
+"""GRPO in one file: reinforcement learning of a language model, from question to update.
 
-GRPO is group relative policy optimization. The model answers questions, and a program scores the
-answers. The model learns to give answers like the better ones more often. One training step:
+GRPO stands for group relative policy optimization. A model answers each question several times, a
+program scores the answers, and the model learns to give more answers like the better ones. The
+model that learns is called the policy. One training step:
 
   1. questions            takes the next questions of the data set.
-  2. sample               samples a group of answers to each question from the model.
+  2. sample               samples a group of answers to each question.
   3. score                computes the reward of every answer.
-  4. compute_advantages   compares every answer with the others to the same question. Its
-                          advantage is its reward minus the mean reward of its group.
-  5. learn                takes an AdamW step down the gradient of `policy_loss`, which is the sum
-                          of -advantage * log-probability of all tokens, divided by a constant.
-  6. evaluate             now and then measures the model on questions that it never trains on.
+  4. compute_advantages   compares every answer with its group: its advantage is its reward minus
+                          the group's mean reward.
+  5. learn                takes an AdamW step down the gradient of `policy_loss`, the sum of
+                          -advantage * log-probability over all tokens, divided by a constant.
+  6. evaluate             measures the model every few steps on questions it never trains on.
 
-An example with the settings of config.yaml and two ranks. The question is to make 56 of 29, 30 and
-3. A right answer ends with <answer>(30+29)-3</answer> and has the reward 1.1: 1.0 for being right,
-and 0.1 for its format. A wrong answer in this format has 0.1. Of eight answers two are right. The
-mean reward is 0.35, so a right answer has the advantage +0.75, and a wrong one has -0.25. The step
-has 2 ranks x 8 questions x 8 answers = 128 answers of at most 192 tokens. So the loss has
--0.75 / (128 x 192) times the log-probability of each token of a right answer, and +0.25 / (128 x
-192) times that of each token of a wrong one. A step down makes right answers more likely. In 60
-steps with the learning rate 3e-5, in two minutes on two CPU cores, a model of 1.4 million
-parameters that knows the format goes from 39 % to 97 % right answers to held-out questions.
+An example with config.yaml as it is and two processes, called ranks. The question is to make 56
+from 29, 30 and 3. A right answer ends with <answer>(30+29)-3</answer> and has the reward 1.1: 1.0
+for being right and 0.1 for its format. A wrong answer in this format has 0.1. If two of eight
+answers are right, the mean reward is 0.35, so a right answer has the advantage +0.75 and a wrong
+one -0.25. A step has 2 ranks x 8 questions x 8 answers = 128 answers of at most 192 tokens each. So
+in the loss, each token of these right answers has its log-probability times -0.75 / (128 x 192),
+and each token of these wrong ones has it times +0.25 / (128 x 192). A step down the loss makes
+right answers more likely. After 60 steps, two minutes on two CPU cores, a 1.4 M-parameter model
+that already knew the format has gone from 39 % to 97 % right answers to questions it never trained
+on.
 
-This is Dr. GRPO, "GRPO done right" (Liu et al. 2025). It does not divide by the standard deviation
-of the rewards, nor by the length of an answer. The last section, "Variants", holds GRPO as it was
-published, and what other papers do. A key of config.yaml switches each variant on.
+This is Dr. GRPO, "GRPO done right" (Liu et al. 2025). Compared with GRPO as it was published, four
+things are deleted. Each is a key of config.yaml and a function in the last section, "Variants",
+together with what other papers do.
 
-    torchrun --nproc-per-node=4 main.py    four GPUs, or four processes on a CPU
-    python main.py training.seed=1         one process, with one setting changed
+  - The advantage isn't divided by the standard deviation of the group's rewards.
+  - The loss isn't divided by the length of each answer.
+  - No KL penalty holds the policy close to the model it started from.
+  - No ratio of probabilities is clipped: here each batch gets one update, and the ratio is 1.
 
-Start reading at `training_step`. After part 5 you know the algorithm. Each process is a rank, and
-all ranks learn the same weights. A docstring says "Collective" if all ranks have to call it.
+How to run it:
+
+    torchrun --nproc-per-node=2 main.py    on two GPUs, or as two processes on a CPU
+    python main.py training.seed=1         as one process, with one setting changed
+
+How to read it: skim the two data classes, then read on from `training_step` to the end of part 6.
+All ranks hold the same weights. "Collective" in a docstring means that all ranks have to call it.
+Two functions are shown in their plain form, `generate_plain` and `Policy.forward`. By default,
+`generate_fast` and `FastPolicy` of machinery/ run instead and give the same numbers sooner. Before
+each run, `check_model` compares the plain ones with code that shares no line with this file, and
+the fast ones with these. If any differ by more than rounding, the run doesn't start. To edit the
+plain ones, set model.fast=false: then they run.
 """
 
-import machinery  # noqa: F401, I001  It prints a message before the slow imports below.
+import machinery  # noqa: F401, I001  First, because it prints a line before the slow imports below.
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from statistics import stdev
@@ -47,40 +62,42 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from logger import Logger
 from machinery.check import check_model
-from machinery.metrics import (NOTHING_LEARNED, StepReport, UpdateStatistics, count_skipped,
-                               evaluation_metrics)
+from machinery.fast import FastPolicy
+from machinery.metrics import (NOTHING_LEARNED, UpdateStatistics, count_skipped,
+                               evaluation_metrics, step_metrics)
 from machinery.model import (find_stop_ids, load_model, make_reference, make_sampler,
                              refresh_sampler, warm_up)
-from machinery.passes import (HALF_PRECISION, LOGITS_PER_CHUNK, compute_in_chunks,
-                              measure_in_batches, output_logits, pad_right,
+from machinery.passes import (at_least_float32, autocast, measure_in_batches, pad_left, pad_right,
                               split_into_micro_batches, store_in_answers)
-from machinery.prompts import hidden_states
 from machinery.ranks import (RANK, WORLD_SIZE, errors_on_all_ranks, launch, random_seed,
                              shuffled_order, sum_over_ranks)
 from machinery.runs import RunFolder, check_weights
-from machinery.sampling import generate
-from machinery.settings import Config, TrainingSettings, is_due, load_config
+from machinery.sampling import NotedLogProbs, generate_fast
+from machinery.settings import Config, SamplingSettings, TrainingSettings, is_due, load_config
 from machinery.sharding import Sharded, unsharded
 from machinery.tasks import Question, Task, encode_prompt, grade, load_questions, load_task
 
 
 @dataclass
 class Trajectory:
-    """One sampled answer. Tensors of shape (tokens,) have one value for each sampled token.
+    """One sampled answer. Tensors of shape (tokens,) hold one value for each of its tokens.
 
-    Answers are stored without padding. In padded ones a stop token would look like padding, because
-    in many base models both have the same id."""
+    Answers are stored without padding, because in padded ones a stop token could not be told from
+    padding: in many base models, both have the same id."""
 
-    question: Question         # It holds the row of the data set, and the tokens of the prompt.
-    completion_ids: list[int]  # the tokens of the answer, with the sampled stop token
+    question: Question         # the row of the data set, and the prompt as tokens
+    completion_ids: list[int]  # the tokens of the answer, with the stop token if one was sampled
     completion: str            # their text, without the stop token
     is_truncated: bool         # No stop token came within max_new_gen_tokens.
     reward_parts: dict[str, float] = field(default_factory=dict)
     reward: float = 0.0
-    advantage: float = 0.0
-    old_log_probs: torch.Tensor | None = None        # (tokens,) before the first update on it
-    new_log_probs: torch.Tensor | None = None        # (tokens,) after the last, by StepReport
-    reference_log_probs: torch.Tensor | None = None  # (tokens,) of the model as it was loaded
+    advantage: float | torch.Tensor = 0.0  # (tokens,) if you want one for each token
+    # Log-probabilities, (tokens,): while sampling (for the log), by the policy before its first
+    # update on this answer (for the log, and for ratios), and by the model as it was loaded (for a
+    # KL penalty).
+    sampler_log_probs: torch.Tensor | None = None
+    old_log_probs: torch.Tensor | None = None
+    reference_log_probs: torch.Tensor | None = None
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -90,12 +107,18 @@ class Trajectory:
     def num_tokens(self) -> int:
         return len(self.completion_ids)
 
+    @property
+    def advantages(self) -> torch.Tensor:
+        """The advantage as a tensor, (tokens,), whichever of the two it is."""
+        return torch.as_tensor(self.advantage, dtype=torch.float64).expand(self.num_tokens)
+
 
 @dataclass
 class Run:
-    """What the functions below share. A checkpoint holds the weights of `model`, the `optimizer`,
-    `step`, `best` and `last_evaluation`, which are all that a step changes. By default `model`,
-    `sampler` and `policy` share their weights. `prepare` names exceptions."""
+    """What the functions below share. `model`, `sampler` and `policy` have one copy of the weights
+    (in mixed precision and with `shard`, the sampler has its own). A step changes nothing but the
+    weights, the state of `optimizer`, `step`, `best` and `last_evaluation`, so a checkpoint holds
+    just that."""
 
     config: Config
     folder: RunFolder
@@ -104,50 +127,41 @@ class Run:
     tokenizer: PreTrainedTokenizerBase
     stop_ids: list[int]           # Any of these tokens ends an answer.
     training_rows: list[dict]     # A row has a "prompt", and what the task needs for the reward.
-    validation_rows: list[dict]   # These are held out.
+    validation_rows: list[dict]   # the held-out questions
     model: nn.Module              # the weights that learn
-    sampler: nn.Module            # It samples answers.
-    policy: DistributedDataParallel | Sharded  # a `Policy` of `model`, wrapped to share gradients
-    reference: nn.Module | None   # a `Policy` of the model as it was loaded, for a KL penalty
+    sampler: nn.Module            # the model that answers are sampled from
+    policy: DistributedDataParallel | Sharded  # a Policy of `model`, wrapped to share gradients
+    reference: nn.Module | None   # a Policy of the model as it was loaded, for a KL penalty
     optimizer: torch.optim.Optimizer
-    step: int                     # the number of the training step, from 1. Before, it is 0.
-    best: list[float]             # how good the best model is, see `evaluate_and_keep_best`
+    step: int                     # training steps done, including the one that is running
+    best: list[float]             # how good the best model is (only rank 0 updates it)
     last_evaluation: int | None   # the step after which the model was last evaluated
 
 
 # ---------------------------------------------------------------- the algorithm
 
 def training_step(run: Run) -> dict[str, float]:
-    """Takes one step of Dr. GRPO. Returns what its last update was like. Collective."""
+    """Takes one step of Dr. GRPO. Returns statistics of its last update. Collective."""
     run.step += 1
     training = run.config.training
-    # Random numbers are a function of seed, step, purpose and rank. (`random_seed` adds the rank.)
+    # Random numbers depend on the seed, the step, the purpose and (`random_seed` adds it) the rank.
     torch.manual_seed(random_seed(training.seed, run.step, "train"))
 
-    # 1. and 2. Sample a group of answers to each of the next questions.
-    with run.log.phase("sample"):
-        groups = sample(run, questions(run), training.group_size)
-
-    # 3. Score every answer.
-    with run.log.phase("score"):
-        score(run, groups)
+    # 1. to 3. Sample a group of answers to each of the next questions, and score them.
+    groups = rollout(run, questions(run), training.group_size, run.config.sampling, "sample")
 
     # 4. Compare every answer with its group.
-    answers = []
-    for group in groups:
-        answers += compute_advantages(group, training)
+    answers = compute_advantages(groups, training)
 
-    # 5. Update the weights. (The report is only for the log.)
-    with run.log.phase("measure"):  # Before the update. In step 1, do sampler and policy agree?
-        report = StepReport(run.policy.module, run.task, run.config, run.step, groups)
+    # 5. Update the weights.
     with run.log.phase("learn"):
         updates = learn(run, answers)
-    with run.log.phase("measure"):  # After it. In step 1 and with evaluations, what has changed?
-        metrics = report.metrics(answers, updates, run.log.seconds)
+    with run.log.phase("measure"):  # This is for the log, and changes nothing.
+        metrics = step_metrics(run, groups, answers, updates)
     run.log.step(run.step, {**metrics, "learning_rate": learning_rate_at(run.step, training)})
 
-    # 6. Now and then, measure the model on questions that it never trains on.
-    if is_due(run.step, run.config.validation.every, run.config):  # Also due after the last step.
+    # 6. Every few steps, and after the last one, measure the model on held-out questions.
+    if is_due(run.step, run.config.validation.every, run.config):
         evaluate_and_keep_best(run)
     return updates[-1]
 
@@ -155,15 +169,16 @@ def training_step(run: Run) -> dict[str, float]:
 # ---------------------------------------------------------------- 1. questions
 
 def questions(run: Run) -> list[Question]:
-    """Returns the questions of a step for this rank. All ranks together take the next ones in
-    shuffled order. So two ranks with 8 questions each take the same as one rank with 16."""
+    """Returns this rank's questions for the step. All ranks together take the next ones in shuffled
+    order, so two ranks with 8 questions each get the same ones as one rank with 16."""
     num_per_rank = run.config.training.num_samples_per_step  # questions of a rank, not answers
     num_rows = len(run.training_rows)
     first = ((run.step - 1) * WORLD_SIZE + RANK) * num_per_rank
     questions_of_step = []
     for position in range(first, first + num_per_rank):
         epoch, offset = divmod(position, num_rows)
-        order = shuffled_order(num_rows, run.config.training.seed, epoch)  # made once an epoch
+        # The order is the same on every rank. It's made once per epoch and then kept.
+        order = shuffled_order(num_rows, run.config.training.seed, epoch)
         questions_of_step.append(make_question(run, run.training_rows[order[offset]]))
     return questions_of_step
 
@@ -174,44 +189,87 @@ def make_question(run: Run, row: dict) -> Question:
 
 # ---------------------------------------------------------------- 2. sampling
 
-def sample(run: Run, asked: list[Question], group_size: int) -> list[list[Trajectory]]:
-    """Samples `group_size` answers to each question. Returns one group for each question."""
-    config = run.config
+def rollout(
+    run: Run, asked: list[Question], group_size: int, sampling: SamplingSettings, phase: str
+) -> list[list[Trajectory]]:
+    """Samples and scores `group_size` answers to each question, for training and for evaluation.
+    Returns one group per question. `phase` is its name in the log."""
+    with run.log.phase(phase):
+        groups = sample(run, asked, group_size, sampling)
+    with run.log.phase("score"):
+        score(run, groups)
+    return groups
+
+
+def sample(
+    run: Run, asked: list[Question], group_size: int, sampling: SamplingSettings
+) -> list[list[Trajectory]]:
     prompts = []
     for question in asked:
         prompts += [question.prompt_ids] * group_size
     settings = GenerationConfig(
         do_sample=True,
-        temperature=config.sampling.temperature,
-        top_p=config.sampling.top_p,
-        top_k=config.sampling.top_k,
-        max_new_tokens=config.training.max_new_gen_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_new_tokens=run.config.training.max_new_gen_tokens,
         eos_token_id=run.stop_ids,
         pad_token_id=run.stop_ids[0],
     )
-    # Hugging Face's `generate`, for `max_rows` answers at once. After each 16 tokens the ended ones
-    # leave. All answers come in the order of `prompts`, without padding, with their stop token.
-    completions = generate(
-        run.sampler, prompts, settings, config.sampling.max_rows, run.log.counter(len(prompts)))
+    generate = generate_fast if run.config.model.fast else generate_plain
+    on_ended = run.log.counter(len(prompts))  # It moves a progress bar.
+    completions = []  # (tokens, log-probabilities) of each answer, in the order of `prompts`
+    for start in range(0, len(prompts), sampling.max_rows):  # as many as fit into memory
+        rows = prompts[start:start + sampling.max_rows]
+        completions += generate(run.sampler, rows, settings, on_ended)
     groups = []
     for i, question in enumerate(asked):
-        completions_of_group = completions[i * group_size:(i + 1) * group_size]
-        groups.append([make_trajectory(run, question, ids) for ids in completions_of_group])
+        group = completions[i * group_size:(i + 1) * group_size]
+        groups.append([make_trajectory(run, question, *completion) for completion in group])
     return groups
 
 
-def make_trajectory(run: Run, question: Question, completion_ids: list[int]) -> Trajectory:
+@torch.inference_mode()
+def generate_plain(
+    sampler: nn.Module, prompts: list[list[int]], settings: GenerationConfig,
+    on_ended: Callable[[int], object],
+) -> list[tuple[list[int], list[float]]]:
+    """Samples one answer to each prompt with Hugging Face's `generate`. Returns its tokens, up to
+    and including the first stop token, and their log-probabilities at the sampling temperature,
+    before top_p and top_k.
+
+    By default `generate_fast` runs instead. It samples from the same distribution, but reads equal
+    prompts once and drops answers from the batch as they end."""
+    sampler.eval()
+    noted = NotedLogProbs(settings.temperature)  # `generate` shows it the logits of each token.
+    ids, mask = pad_left(prompts, sampler.device)  # (answers, longest prompt)
+    sequences = sampler.generate(
+        ids, attention_mask=mask, generation_config=settings, logits_processor=[noted])
+    log_probs = noted.of_tokens(sequences)  # (answers, longest answer)
+    completions = []
+    for row, new_ids in enumerate(sequences[:, ids.shape[1]:].tolist()):
+        stops = [t for t, token in enumerate(new_ids) if token in settings.eos_token_id]
+        length = stops[0] + 1 if stops else len(new_ids)  # Padding follows the first stop token.
+        completions.append((new_ids[:length], log_probs[row, :length].tolist()))
+    on_ended(len(prompts))
+    return completions
+
+
+def make_trajectory(
+    run: Run, question: Question, completion_ids: list[int], log_probs: list[float]
+) -> Trajectory:
     is_truncated = completion_ids[-1] not in run.stop_ids
     text_ids = completion_ids if is_truncated else completion_ids[:-1]
     text = run.tokenizer.decode(text_ids, clean_up_tokenization_spaces=False)
-    return Trajectory(question, completion_ids, text, is_truncated)
+    return Trajectory(question, completion_ids, text, is_truncated,
+                      sampler_log_probs=torch.tensor(log_probs))
 
 
 # ---------------------------------------------------------------- 3. rewards
 
 def score(run: Run, groups: list[list[Trajectory]]) -> None:
-    """Sets the reward of every answer. It is a weighted sum of the parts that the task returns,
-    like {"format": 1.0, "answer": 0.0}. With the weights 0.1 and 1.0 this answer has 0.1."""
+    """Sets the reward of every answer: a weighted sum of the parts that the task returns. With the
+    weights {"format": 0.1, "answer": 1.0}, the parts {"format": 1.0, "answer": 0.0} make 0.1."""
     for group in run.log.progress(groups):
         for answer in group:
             answer.reward_parts = grade(run.task, answer.completion, answer.question.row)
@@ -222,29 +280,41 @@ def score(run: Run, groups: list[list[Trajectory]]) -> None:
 
 # ---------------------------------------------------------------- 4. advantages
 
-def compute_advantages(group: list[Trajectory], training: TrainingSettings) -> list[Trajectory]:
-    """Sets the advantage of every answer to one question: its reward minus the group's mean reward.
-    Returns the answers that count in the loss, by default all of them."""
-    if training.learning_type == "sil":
-        return imitate_best(group, training)  # a variant
+def compute_advantages(
+    groups: list[list[Trajectory]], training: TrainingSettings
+) -> list[Trajectory]:
+    """Sets the advantage of every answer of the step. Returns the answers that count in the loss,
+    by default all of them."""
+    answers = []
+    for group in groups:
+        if training.learning_type == "sil":
+            answers += imitate_best(group, training)  # a variant
+        else:
+            compare_with_group(group, training)
+            answers += group
+    return answers
+
+
+def compare_with_group(group: list[Trajectory], training: TrainingSettings) -> None:
+    """The advantage of an answer is its reward minus the mean reward of its group."""
     rewards = [answer.reward for answer in group]
     if max(rewards) == min(rewards):
-        return group  # All advantages stay exactly 0. With a rounded mean they might not.
+        return  # All advantages stay exactly 0. With a rounded mean they might not.
     mean_reward = sum(rewards) / len(rewards)
     for answer in group:
         answer.advantage = answer.reward - mean_reward
     if training.scale_rewards != "none":
         scale_advantages(group, training)  # a variant
-    return group
 
 
 # ---------------------------------------------------------------- 5. learning
 
 def learn(run: Run, answers: list[Trajectory]) -> list[dict[str, float]]:
-    """Updates the weights, by default once. Returns what each update was like. Collective."""
+    """Updates the weights, once by default. Returns statistics of each update. Collective."""
     training = run.config.training
     run.optimizer.param_groups[0]["lr"] = learning_rate_at(run.step, training)
-    # Answers without an advantage cost no pass through the model. But they count in the totals.
+    # An answer whose advantage is 0 has no gradient, so it needs no pass through the model. But it
+    # counts in the normalizer. Totals are sums over all ranks.
     learned = [answer for answer in answers if is_learned_from(answer, training)]
     totals = sum_over_ranks({
         "answers": len(answers),
@@ -258,139 +328,148 @@ def learn(run: Run, answers: list[Trajectory]) -> list[dict[str, float]]:
     updates = []
     for _ in range(training.updates_per_batch):
         update = policy_gradient(run, learned, totals)
-        updates.append({**update, "learned": totals["learned"]})
+        updates.append(update)
         if update["non_finite"]:
-            break  # Loss or gradient is inf or nan, for all ranks alike. The weights stay.
+            break  # The loss or the gradient is inf or nan, on all ranks alike. The weights stay.
         run.optimizer.step()
-    refresh_sampler(run.sampler, run.model)  # if it is a copy, see `prepare`
+    refresh_sampler(run.sampler, run.model)  # By default they share their weights already.
     return updates
-
-
-def is_learned_from(answer: Trajectory, training: TrainingSettings) -> bool:
-    has_gradient = answer.advantage != 0 or training.kl_beta > 0  # A KL penalty is a variant.
-    return has_gradient and not is_masked(answer, training)  # Masking is a variant, too.
 
 
 def policy_gradient(
     run: Run, learned: list[Trajectory], totals: dict[str, float]
 ) -> dict[str, float]:
-    """Leaves the gradient of the whole loss, its norm limited, in the parameters of every rank.
-    Returns what the update is like. Collective."""
+    """Leaves the gradient of the whole loss, its norm clipped, in the parameters of every rank.
+    Returns statistics of the update. Collective."""
     training = run.config.training
     policy = run.policy
-    policy.train()  # For gradient checkpointing. Dropout is 0. `generate` sets eval mode again.
-    policy.zero_grad(set_to_none=False)  # Gradients are views of DistributedDataParallel's buffers.
+    policy.train()  # Only gradient checkpointing needs this: dropout is 0.
+    policy.zero_grad(set_to_none=False)  # DistributedDataParallel's buffers hold the gradients.
     statistics = UpdateStatistics()
-    # Gradients of micro-batches add up on their rank. Each rank shares its sum once, in its last
-    # backward pass. If a rank has nothing to learn, `split_into_micro_batches` makes up an answer
-    # without tokens, so that it can take part. Its loss is an empty sum, with the gradient 0.
+    # The gradients of micro-batches add up on their rank, and ranks share the sums once, in the
+    # last backward pass. So ranks may have different numbers of micro-batches, but each has at
+    # least one: for a rank with nothing to learn from, `split_into_micro_batches` makes up an
+    # answer without tokens. Its loss is an empty sum, and its gradient is 0.
     micro_batches = split_into_micro_batches(learned, training)
     for batch in run.log.progress(micro_batches):
         is_last = batch is micro_batches[-1]
-        # `no_sync` has to include the forward pass, where DistributedDataParallel prepares.
+        # `no_sync` has to include the forward pass, because DistributedDataParallel prepares there.
         with nullcontext() if is_last else policy.no_sync():
-            token_log_probs, entropies = policy(batch)
-            if batch[0].old_log_probs is None:  # In the first update. For metrics and variants.
-                store_in_answers(batch, old_log_probs=token_log_probs.detach())
-            loss, watched = policy_loss(token_log_probs, batch, totals, training)
-            # Our loss is a sum over ranks, but DistributedDataParallel (like Sharded) takes a mean.
+            log_probs, entropies = policy(batch)  # both (tokens,), one answer after the other
+            if batch[0].old_log_probs is None:  # In the first update no answer has them.
+                store_in_answers(batch, old_log_probs=log_probs)  # detached, (tokens,) in each
+            loss, watched = policy_loss(log_probs, entropies, batch, totals, training)  # a scalar
+            # Our loss is a sum over ranks, but DistributedDataParallel averages over them.
             (loss * WORLD_SIZE).backward()
         statistics.add(loss, entropies, watched)
     max_norm = training.max_grad_norm or math.inf
-    grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), max_norm)
+    grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), max_norm)  # a scalar
     return statistics.summary(float(unsharded(grad_norm)))
 
 
 class Policy(nn.Module):
-    """Computes the log-probabilities of answers. All that uses the weights happens in `forward`,
-    because DistributedDataParallel has to see it in order to share gradients."""
+    """Computes the log-probabilities of answers. Everything that uses the weights happens in
+    `forward`, because DistributedDataParallel has to see it to share gradients.
+
+    By default, a FastPolicy replaces `forward`. It reads a prompt once for all of its answers, and
+    calls `log_probs_of_tokens` for a chunk of tokens at a time."""
 
     def __init__(self, model: nn.Module, config: Config):
         super().__init__()
         self.model = model
-        self.temperature = config.sampling.temperature
-        self.use_autocast = config.model.precision == "mixed"
-        self.chunk_size = LOGITS_PER_CHUNK // model.config.get_text_config().vocab_size
+        self.config = config
 
     def forward(self, answers: list[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns two tensors of shape (tokens,), one answer after the other: the log-probability
-        of each sampled token, and the entropy of the softmax at its place."""
-        # The model predicts the next token. For a prompt p0 p1 p2 and an answer a0 a1 a2:
-        #     prefix  p0 p1
-        #     inputs        p2 a0 a1
-        #     ids           a0 a1 a2    Each is predicted at the input above it.
-        # For one answer alone this is model(prompt + answer).logits[len(prompt) - 1:-1].
-        # Padding is on the right, where no token of a causal model looks. One column is the least.
-        ids, is_token = pad_right([answer.completion_ids for answer in answers], self.model.device)
-        last_of_prompt = ids.new_tensor([answer.prompt_ids[-1:] for answer in answers])
-        inputs = torch.cat([last_of_prompt, ids[:, :-1]], 1)  # as ids: (answers, longest answer)
-        prefixes = [answer.prompt_ids[:-1] for answer in answers]
-        with torch.autocast(self.model.device.type, HALF_PRECISION, enabled=self.use_autocast):
-            # The state at inputs[i, j] predicts ids[i, j]. We get those where is_token[i, j], row
-            # after row. Equal prefixes are computed once, with gradient, if the model can do that.
-            states = hidden_states(self.model, prefixes, inputs, is_token)  # (tokens, width)
-            # Logits are large, so they are computed in chunks, and again in the backward pass.
-            return compute_in_chunks(
-                self.log_probs_of_chunk, states, ids[is_token], self.chunk_size)
+        """Returns the log-probability of each token of the answers, and the entropy of the
+        distribution it's drawn from. Both are (tokens,), one answer after the other."""
+        rows = [answer.prompt_ids + answer.completion_ids for answer in answers]
+        ids, mask = pad_right(rows, self.model.device)  # both (answers, longest row)
+        with autocast(self.config):
+            output = self.model(input_ids=ids, attention_mask=mask, use_cache=False)
+        logits = []
+        tokens = []
+        for row, answer in enumerate(answers):
+            # The model predicts the next token, so the logits for a token are at the one before:
+            #     row           p0 p1 p2 a0 a1    three tokens of prompt, two of answer
+            #     logits used         p2 a0       which predict
+            #     tokens                 a0 a1
+            first = len(answer.prompt_ids) - 1
+            logits.append(output.logits[row, first:first + answer.num_tokens])
+            tokens += answer.completion_ids
+        return self.log_probs_of_tokens(torch.cat(logits), ids.new_tensor(tokens))
 
-    def log_probs_of_chunk(
-        self, states: torch.Tensor, tokens: torch.Tensor
+    def log_probs_of_tokens(
+        self, logits: torch.Tensor, tokens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = output_logits(self.model, states)  # (tokens, vocabulary), in float32 at least
-        # Answers are sampled at this temperature. (top_p and top_k, if set, are left out here.)
-        log_probs = (logits / self.temperature).log_softmax(-1)
+        """Logits are (tokens, vocabulary), tokens are (tokens,), and so are both results."""
+        # The temperature is that of sampling. If top_p or top_k are set, they are left out here,
+        # and the gradient is only approximate.
+        logits = at_least_float32(logits) / self.config.sampling.temperature
+        log_probs = logits.log_softmax(-1)  # (tokens, vocabulary)
         token_log_probs = log_probs.gather(-1, tokens[:, None])[:, 0]  # (tokens,)
-        with torch.no_grad():  # `mul_` multiplies in place, which saves a large tensor.
-            entropies = -log_probs.exp().mul_(log_probs).sum(-1)  # (tokens,)
+        with torch.no_grad():  # To learn from entropies, take this line away and dedent the next.
+            entropies = -(log_probs.exp() * log_probs).sum(-1)  # (tokens,)
         return token_log_probs, entropies
 
 
 def policy_loss(
-    token_log_probs: torch.Tensor,  # (tokens,), one answer of the micro-batch after the other
-    batch: list[Trajectory],        # the micro-batch
-    totals: dict[str, float],       # answers of the step and their tokens, of all ranks
+    log_probs: torch.Tensor,   # (tokens,) of a micro-batch, one answer after the other
+    entropies: torch.Tensor,   # (tokens,), which the default loss does not use
+    batch: list[Trajectory],   # the micro-batch
+    totals: dict[str, float],  # the answers of the step and their tokens, over all ranks
     training: TrainingSettings,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Returns this micro-batch's part of the loss, and sums that variants log. Dr. GRPO's loss is
+    """Returns this micro-batch's part of the loss, and sums for the log. The loss of Dr. GRPO is
 
-        - sum over answers, sum over their tokens: advantage * token_log_prob / normalizer
-        with normalizer = num_answers * max_new_gen_tokens
+        - sum over answers, sum over their tokens: advantage * log_prob / normalizer
+        with normalizer = number of answers * max_new_gen_tokens
 
-    Why? We want a higher mean reward of answers that the model samples itself. As grad p = p * grad
-    log p, the gradient of this mean is the mean of reward * grad log p(answer) (REINFORCE, Williams
-    1992). log p(answer) is the sum over its tokens. So a step down the loss raises the mean reward.
+    Why? We want a higher mean reward for answers that the model samples itself. That mean is the
+    sum of p(answer) * reward over all possible answers. As grad log p = grad p / p, its gradient is
 
-    Why the advantage and not the reward? On average grad log p(answer) is 0: sum p * grad log p =
-    sum grad p = grad 1 = 0. So a number that does not depend on the answer may be subtracted from
-    its reward. The mean reward of the others takes away noise. Without it, a right answer would
-    push as hard when seven of eight are right as when it is the only one. (Our mean includes the
-    answer itself: reward - mean = (1 - 1/G) * (reward - mean of the others).)
+        sum of (grad p) * reward  =  sum of p * (grad log p) * reward
 
-    Why not the ratio of PPO? It corrects for a policy that has changed since it sampled. With one
-    update for each batch it has not. The ratio is 1, and its gradient is that of log_prob.
+    which is a mean over sampled answers again, so samples estimate it (REINFORCE, Williams 1992).
+    As log p of an answer is the sum over its tokens, a step down this loss raises the mean reward.
 
-    Why this normalizer? A constant only sets the scale, and AdamW nearly cancels that. Dividing by
-    the length of the answer would give tokens of short answers more weight than those of long ones.
-    All sums are over all ranks. So it does not matter which micro-batch or rank has an answer."""
-    has_ratio = training.updates_per_batch > 1
-    if has_ratio or training.kl_beta or training.loss_normalizer != "max_length":
-        return variant_loss(token_log_probs, batch, totals, training)
-    advantages = for_each_token([answer.advantage for answer in batch], batch, token_log_probs)
+    Why the advantage and not the reward? On average, grad log p is 0:
+
+        sum of p * grad log p  =  sum of grad p  =  grad of (sum of p)  =  grad of 1  =  0
+
+    So we may subtract any number that doesn't depend on the answer, and the mean reward of the
+    others removes noise. Without it, a right answer would push as hard when seven of eight are
+    right as when it's the only one. (Our mean includes the answer itself, which only sets the
+    scale: in a group of 8, reward - mean = 7/8 * (reward - mean of the others).)
+
+    Why no ratio? It corrects for a policy that has changed since it sampled, and ours hasn't.
+
+    Why this normalizer? A constant only sets the scale. AdamW nearly cancels it, and only the limit
+    max_grad_norm notices. Dividing by each answer's length would give tokens of short answers more
+    weight. As sums are over all ranks, it doesn't matter which rank or micro-batch it's in."""
+    advantages = torch.cat([answer.advantages for answer in batch]).to(log_probs)  # (tokens,)
+    objective = advantages * log_probs  # (tokens,)
     normalizer = totals["answers"] * training.max_new_gen_tokens
-    return -(advantages * token_log_probs / normalizer).sum(), {}
+    watched = {}
+    if training.updates_per_batch > 1 or training.kl_beta:  # a variant
+        objective, watched = variant_objective(advantages, log_probs, batch, training)
+    if training.loss_normalizer != "max_length":  # a variant
+        normalizer = variant_normalizer(batch, totals, training, log_probs)
+    return -(objective / normalizer).sum(), watched
 
 
-def for_each_token(values: list, batch: list[Trajectory], like: torch.Tensor) -> torch.Tensor:
-    """Repeats the value of each answer for each of its tokens. Returns a tensor, (tokens,)."""
-    lengths = torch.tensor([answer.num_tokens for answer in batch], device=like.device)
-    return like.new_tensor(values).repeat_interleave(lengths)  # (answers,) -> (tokens,)
+def is_learned_from(answer: Trajectory, training: TrainingSettings) -> bool:
+    """Whether `policy_loss` has a gradient for the answer. If you add a term to the loss that has
+    one for every answer, say so here."""
+    if is_masked(answer, training):  # a variant
+        return False
+    return bool(answer.advantages.any()) or training.kl_beta > 0  # KL: a variant
 
 
 def learning_rate_at(step: int, training: TrainingSettings) -> float:
-    """It rises over `warmup_steps`. Then it stays, or falls to 0 over `decay_steps`."""
+    """Rises over `warmup_steps`, then stays or falls to 0 over `decay_steps`."""
     rising = step / max(1, training.warmup_steps)
     falling = 1.0
-    if training.decay_steps:  # 1 in the first step after the warm-up, and 0 `decay_steps` later.
+    if training.decay_steps:  # 1 in the first step after the warm-up, and 0 `decay_steps` later
         falling = 1 - (step - 1 - training.warmup_steps) / training.decay_steps
     return training.learning_rate * max(0.0, min(1.0, rising, falling))
 
@@ -398,30 +477,32 @@ def learning_rate_at(step: int, training: TrainingSettings) -> float:
 # ---------------------------------------------------------------- 6. evaluation
 
 def evaluate(run: Run) -> list[list[Trajectory]] | None:
-    """Samples a group of `best_of_n` answers to every held-out question, of which each rank takes a
-    part. Rank 0 returns all groups, in the order of the rows. Others return None. Collective."""
+    """Samples a group of `best_of_n` answers to every held-out question. Each rank takes a part of
+    the questions. Rank 0 returns all groups in the order of the rows, and other ranks return None.
+    Collective."""
     torch.manual_seed(random_seed(run.config.training.seed, run.step, "evaluate"))
-    with run.log.phase("evaluate"):
-        asked = [make_question(run, row) for row in run.validation_rows[RANK::WORLD_SIZE]]
-        groups = sample(run, asked, run.config.validation.best_of_n)
-    with run.log.phase("score"):
-        score(run, groups)
+    asked = [make_question(run, row) for row in run.validation_rows[RANK::WORLD_SIZE]]
+    groups = rollout(
+        run, asked, run.config.validation.best_of_n, run.config.sampling, "evaluate")
     gathered = [None] * WORLD_SIZE if RANK == 0 else None
     dist.gather_object(groups, gathered)
     if RANK != 0:
         return None
+    # Row i went to rank i % WORLD_SIZE, as its question number i // WORLD_SIZE.
     return [gathered[i % WORLD_SIZE][i // WORLD_SIZE] for i in range(len(run.validation_rows))]
 
 
 def evaluate_and_keep_best(run: Run) -> None:
-    """Evaluates the model, and saves it if it is the best so far. Collective.
+    """Evaluates the model, and saves it if it's the best so far. Collective.
 
-    "eval/solved" is the share of right answers. "eval/best_of_n" is the share of questions whose
-    answer with the highest reward is right."""
+    "eval/solved" is the share of right answers. "eval/best_of_n" is the share of questions for
+    which the answer with the highest reward is right. For example, of 100 questions with 4 answers
+    each, 60 have one right answer and the others none: then solved is 0.15 and best_of_n is 0.60,
+    if a right answer always has a higher reward than a wrong one."""
     groups = evaluate(run)
     run.last_evaluation = run.step
     if groups is None:
-        return  # Rank 0 alone does the rest. It saves the sampler, which is never sharded.
+        return  # Only rank 0 has the answers, and only rank 0 saves: the sampler, which is whole.
     metrics = evaluation_metrics(groups, run.task)
     quality = [metrics["eval/best_of_n"], metrics["eval/solved"]]  # compared in this order
     if quality > run.best:
@@ -431,61 +512,10 @@ def evaluate_and_keep_best(run: Run) -> None:
     run.log.evaluation(run.step, metrics, groups)
 
 
+# ------------------------------------------------- You may stop here: that was the whole algorithm.
+# What follows starts a run, saves it and resumes it. After that come the variants.
+
 # ---------------------------------------------------------------- the training loop
-
-def train(run: Run) -> None:
-    """Trains to the last step. A killed run resumes after the newest saved step. Collective."""
-    training = run.config.training
-    if run.step in (0, training.max_steps) and run.last_evaluation != run.step:
-        evaluate_and_keep_best(run)
-        save(run)
-    num_skipped = 0  # steps in a row with a gradient that is not finite
-    while run.step < training.max_steps:
-        update = training_step(run)
-        num_skipped = count_skipped(num_skipped, update, run.step)  # Five in a row end the run.
-        if is_due(run.step, run.config.checkpoint.every, run.config):
-            save(run)
-
-
-def save(run: Run) -> None:
-    """Rank 0 writes a checkpoint, unless the weights of the ranks differ. Collective."""
-    with run.log.phase("save"):
-        check_weights(run.model, run.sampler, run.step)
-        run.folder.save(run.model, run.optimizer, step=run.step, best=run.best,
-                        last_evaluation=run.last_evaluation)
-
-
-def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
-    """Loads all that a run needs, and restores its newest checkpoint, if any. Collective."""
-    training = config.training
-    with errors_on_all_ranks(), log.phase("read"):
-        task = load_task(config)
-        model, tokenizer = load_model(config)
-        stop_ids = find_stop_ids(model, tokenizer)
-        training_rows, validation_rows = load_questions(task, model, tokenizer, config)
-        # With `shard` the sampler is a copy. In mixed precision it is a copy rounded to bfloat16.
-        sampler = make_sampler(model, config)
-        reference = Policy(make_reference(model, config), config) if training.kl_beta else None
-    with log.phase("prepare"):
-        policy = Policy(model, config)
-        if training.shard:  # A rank keeps a part of each weight.
-            policy = Sharded(policy)
-        else:
-            policy = DistributedDataParallel(policy, gradient_as_bucket_view=True)
-        optimizer = torch.optim.AdamW(  # `learn` sets the learning rate of each step.
-            policy.parameters(), lr=0.0, betas=training.adam_betas,
-            weight_decay=training.weight_decay, fused=True)
-        warm_up(policy, optimizer)  # Now the optimizer has its state, all 0, for `restore` to fill.
-        any_prompt = encode_prompt(training_rows[0], task, tokenizer, config)
-        # The run ends here if policy or sampler computes anything else than the model by itself.
-        check_model(policy, sampler, any_prompt, stop_ids[0], config)
-        restored = folder.restore(model, optimizer)  # step, best and last_evaluation
-        refresh_sampler(sampler, model)
-    return Run(
-        config=config, folder=folder, log=log, task=task, tokenizer=tokenizer, stop_ids=stop_ids,
-        training_rows=training_rows, validation_rows=validation_rows, model=model, sampler=sampler,
-        policy=policy, reference=reference, optimizer=optimizer, **restored)
-
 
 def main(arguments: list[str]) -> None:
     with errors_on_all_ranks():
@@ -497,25 +527,104 @@ def main(arguments: list[str]) -> None:
         log.finish()
 
 
+def train(run: Run) -> None:
+    """Trains until step `max_steps`. A run that was stopped resumes at its newest checkpoint.
+    Collective."""
+    training = run.config.training
+    # A run begins and ends with an evaluation. If it's started again with a smaller max_steps, at a
+    # step that wasn't evaluated, the last one is missing.
+    if run.step in (0, training.max_steps) and run.last_evaluation != run.step:
+        evaluate_and_keep_best(run)
+        save(run)
+    num_skipped = 0  # steps in a row whose gradient was not finite
+    while run.step < training.max_steps:
+        update = training_step(run)
+        num_skipped = count_skipped(num_skipped, update, run.step)  # Five in a row end the run.
+        if is_due(run.step, run.config.checkpoint.every, run.config):
+            save(run)
+
+
+def save(run: Run) -> None:
+    """Rank 0 writes a checkpoint, unless ranks have different weights: that ends the run.
+    Collective."""
+    with run.log.phase("save"):
+        check_weights(run.model, run.sampler, run.step)
+        run.folder.save(run.model, run.optimizer, step=run.step, best=run.best,
+                        last_evaluation=run.last_evaluation)
+
+
+def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
+    """Loads everything a run needs, and restores its newest checkpoint, if any. Collective."""
+    training = config.training
+    with errors_on_all_ranks(), log.phase("read"):
+        task = load_task(config)
+        model, tokenizer = load_model(config)
+        stop_ids = find_stop_ids(model, tokenizer)
+        training_rows, validation_rows = load_questions(task, model, tokenizer, config)
+        # In mixed precision the sampler is a copy rounded to bfloat16. With `shard` it's a whole
+        # copy on each rank. Otherwise it shares the model's weights.
+        sampler = make_sampler(model, config)
+        reference = None
+        if training.kl_beta:
+            reference = make_policy(make_reference(model, config), config)
+    with log.phase("prepare"):
+        policy = make_policy(model, config)
+        if training.shard:  # Each rank keeps a part of every weight.
+            policy = Sharded(policy)
+        else:
+            policy = DistributedDataParallel(policy, gradient_as_bucket_view=True)
+        optimizer = torch.optim.AdamW(  # `learn` sets the learning rate of each step.
+            policy.parameters(), lr=0.0, betas=training.adam_betas,
+            weight_decay=training.weight_decay, fused=True)
+        # This makes two backward passes without gradient and a step with learning rate 0, and sets
+        # AdamW's step counter back to 0. Now AdamW has its state, which `restore` can fill, and
+        # DistributedDataParallel has settled how it sums gradients.
+        warm_up(policy, optimizer)
+        any_prompt = encode_prompt(training_rows[0], task, tokenizer, config)
+        # On three made-up answers and 20 greedily sampled tokens, this compares the plain Policy,
+        # and the `generate` that will run, with passes of the model itself: one answer at a time,
+        # without padding or cache. FastPolicy, `policy` and `reference` are compared with the plain
+        # Policy. If the mean difference in float32 exceeds 0.001 nats per token (0.2 in other
+        # precisions, and less for FastPolicy), the run ends here.
+        check_model(Policy(sampler, config), policy, reference, generate_plain, any_prompt,
+                    stop_ids[0], config)
+        restored = folder.restore(model, optimizer)  # step, best and last_evaluation
+        refresh_sampler(sampler, model)
+    return Run(
+        config=config, folder=folder, log=log, task=task, tokenizer=tokenizer, stop_ids=stop_ids,
+        training_rows=training_rows, validation_rows=validation_rows, model=model, sampler=sampler,
+        policy=policy, reference=reference, optimizer=optimizer, **restored)
+
+
+def make_policy(model: nn.Module, config: Config) -> nn.Module:
+    plain = Policy(model, config)
+    return FastPolicy(plain) if config.model.fast else plain
+
+
 # ---------------------------------------------------------------- Variants
-# What other papers do. With the settings of config.yaml, none of it changes anything. All keys are
-# those of `training`. Tensors are (tokens,).
+# What other papers do. With the settings of config.yaml, none of it changes anything. Every key
+# below is one of `training`, and every tensor is (tokens,).
+#
 # GRPO as published (Shao et al. 2024) has this loss for the G answers to one question:
 #
-#     - 1/G * sum over answers, 1/length * sum over tokens:
-#           [min(ratio * A, clip(ratio, 1 - 0.2, 1 + 0.2) * A) - beta * (q - 1 - log q)]
+#     - 1/G * sum over answers (1/length * sum over tokens (
+#           min(ratio * A, clip(ratio, 1 - 0.2, 1 + 0.2) * A) - beta * (q - 1 - log q)))
 #     A     = (reward - mean reward of the group) / standard deviation of its rewards
-#     ratio = probability of the token / what it was before the first update on these answers
-#     q     = probability of the token by the model as it was loaded / its probability now
+#     ratio = policy / old policy: the probability of the token now, divided by what it was before
+#             the first update on these answers
+#     q     = reference / policy: its probability by the model as it was loaded, divided by what it
+#             is now
+#
 # Its keys are scale_rewards=group, loss_normalizer=sequence, kl_beta=0.04, kl_in=loss and, with
-# several updates_per_batch, clip=[0.2,0.2].
+# several updates_per_batch, clip=[0.2,0.2]. The defaults are none, max_length, 0, reward, 1 and
+# null.
 
 def imitate_best(group: list[Trajectory], training: TrainingSettings) -> list[Trajectory]:
     """Self-imitation (after Oh et al. 2018). Key: `learning_type: sil`.
 
-    The model imitates the k best of n answers, and learns from nothing else. Each has the advantage
-    1, or 0 if its reward is not above 0. Among equal rewards it takes the first."""
-    k = training.k_best_of_n[0]  # It is [k, group_size].
+    The model imitates the k best of n answers and learns from nothing else. Each of them has the
+    advantage 1, or 0 if its reward isn't above 0. With equal rewards, earlier answers win."""
+    k = training.k_best_of_n[0]  # The key is [k, n], and n is what `group_size` says.
     ranked = sorted(group, key=lambda answer: answer.reward, reverse=True)
     for answer in ranked[:k]:
         answer.advantage = 1.0 if answer.reward > 0 else 0.0
@@ -526,8 +635,9 @@ def scale_advantages(group: list[Trajectory], training: TrainingSettings) -> Non
     """Scaled advantages. Key: `scale_rewards`.
 
     `group` (GRPO, Shao et al. 2024) divides by the standard deviation of the group's rewards. With
-    a share p of rewards 1 and the rest 0 it is about sqrt(p (1 - p)), so questions that are nearly
-    always or never solved weigh more. `mean` (MaxRL) divides by the mean of absolute rewards."""
+    a share p of rewards 1 and the rest 0 it's about sqrt(p (1 - p)), so questions that are almost
+    always or almost never solved weigh more. `mean` (MaxRL) divides by the mean reward, or by the
+    mean of absolute rewards if some are negative."""
     rewards = [answer.reward for answer in group]
     if training.scale_rewards == "group":
         scale = stdev(rewards) + 1e-4
@@ -540,59 +650,60 @@ def scale_advantages(group: list[Trajectory], training: TrainingSettings) -> Non
 def is_masked(answer: Trajectory, training: TrainingSettings) -> bool:
     """Overlong filtering (DAPO, Yu et al. 2025). Key: `mask_truncated`.
 
-    Nothing is learned from a truncated answer, but it counts in the mean and the normalizer."""
+    Nothing is learned from a truncated answer, but it counts in its group's mean reward and in the
+    normalizer."""
     return training.mask_truncated and answer.is_truncated
 
 
-def variant_loss(
-    token_log_probs: torch.Tensor, batch: list[Trajectory], totals: dict[str, float],
-    training: TrainingSettings,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss with another normalizer, with a ratio, or with a KL penalty."""
-    watched = {}
-    advantages = for_each_token([answer.advantage for answer in batch], batch, token_log_probs)
-    if training.kl_beta and training.kl_in == "reward":
-        advantages = advantages - training.kl_beta * kl_in_reward(token_log_probs, batch)
-    if training.updates_per_batch == 1:
-        objective = advantages * token_log_probs
-    else:
-        objective, is_clipped = ratio_objective(advantages, token_log_probs, batch, training)
-        if training.clip:
-            watched["clipped"] = is_clipped.sum()
-    if training.kl_beta:
-        kl = kl_in_loss(token_log_probs, batch)  # If kl_in is `reward`, it is only logged.
-        watched["kl"] = kl.sum()
-        if training.kl_in == "loss":
-            objective = objective - training.kl_beta * kl
-    lengths = for_each_token([answer.num_tokens for answer in batch], batch, token_log_probs)
-    normalizer = variant_normalizer(lengths, totals, training)
-    return -(objective / normalizer).sum(), watched
-
-
 def variant_normalizer(
-    lengths: torch.Tensor, totals: dict[str, float], training: TrainingSettings
+    batch: list[Trajectory], totals: dict[str, float], training: TrainingSettings,
+    like: torch.Tensor,
 ) -> torch.Tensor | float:
     """Other normalizers. Key: `loss_normalizer`.
 
-    `tokens` (DAPO, Yu et al. 2025): all tokens of the step. `sequence` (GRPO, Shao et al. 2024):
-    the number of answers times the answer's length, so that all answers weigh the same."""
+    `tokens` (DAPO, Yu et al. 2025): the number of tokens in the step. `sequence` (GRPO, Shao et al.
+    2024): the number of answers times the answer's length, so that all answers weigh the same."""
     if training.loss_normalizer == "tokens":
         return totals["tokens"]
-    if training.loss_normalizer == "sequence":
-        return totals["answers"] * lengths
-    return totals["answers"] * training.max_new_gen_tokens
+    lengths = []  # for each token, the length of its answer
+    for answer in batch:
+        lengths += [answer.num_tokens] * answer.num_tokens
+    return totals["answers"] * like.new_tensor(lengths)
+
+
+def variant_objective(
+    advantages: torch.Tensor, log_probs: torch.Tensor, batch: list[Trajectory],
+    training: TrainingSettings,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The objective with a ratio or with a KL penalty. Returns it, and sums for the log."""
+    watched = {}
+    if training.kl_beta and training.kl_in == "reward":
+        advantages = advantages - training.kl_beta * kl_in_reward(log_probs, batch)
+    if training.updates_per_batch == 1:
+        objective = advantages * log_probs
+    else:
+        objective, is_clipped = ratio_objective(advantages, log_probs, batch, training)
+        if training.clip:
+            watched["clipped"] = is_clipped.sum()
+    if training.kl_beta:
+        kl = kl_estimate(log_probs, batch)
+        watched["kl"] = kl.sum()
+        if training.kl_in == "loss":
+            objective = objective - training.kl_beta * kl
+    return objective, watched
 
 
 def ratio_objective(
-    advantages: torch.Tensor, token_log_probs: torch.Tensor, batch: list[Trajectory],
+    advantages: torch.Tensor, log_probs: torch.Tensor, batch: list[Trajectory],
     training: TrainingSettings,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Ratio and clipping, of PPO, GSPO and CISPO. Keys: `updates_per_batch`, `ratio`, `clip`.
 
-    From the second update on, the policy is not the one that sampled the answers. The ratio of
-    their probabilities corrects for that. Clipping takes away the gain of moving further. With one
-    update neither has an effect. Returns the objective of each token, and whether it is clipped."""
-    log_ratio = token_log_probs - torch.cat([answer.old_log_probs for answer in batch])
+    From the second update on, the policy isn't the one that sampled the answers, and the ratio of
+    their probabilities corrects for that. Clipping removes what would be gained by moving further.
+    In the first update, neither changes the gradient. Returns each token's objective, and whether
+    it's clipped."""
+    log_ratio = log_probs - torch.cat([answer.old_log_probs for answer in batch])
     if training.ratio == "sequence":
         # GSPO (Zheng et al. 2025, with loss_normalizer=sequence): the geometric mean over tokens.
         lengths = [answer.num_tokens for answer in batch]
@@ -601,38 +712,42 @@ def ratio_objective(
     ratio = log_ratio.exp()
     low, high = training.clip or (math.inf, math.inf)  # By default nothing is clipped.
     if training.ratio == "cispo":
-        # CISPO (MiniMax 2025): the ratio is a constant weight, with an upper bound alone.
+        # CISPO (MiniMax 2025): the ratio is a constant weight with an upper bound.
         weight = ratio.detach().clamp(max=1 + high)
-        return weight * advantages * token_log_probs, ratio > 1 + high
-    # PPO: for A > 0 there is no gain above 1 + high, and for A < 0 none below 1 - low.
+        return weight * advantages * log_probs, ratio > 1 + high
+    # PPO, and GSPO: for A > 0 there's no gain above 1 + high, and for A < 0 none below 1 - low.
     unclipped = ratio * advantages
     objective = torch.minimum(unclipped, ratio.clamp(1 - low, 1 + high) * advantages)
     return objective, objective < unclipped
 
 
 def add_reference_log_probs(run: Run, answers: list[Trajectory]) -> None:
-    """Stores the log-probabilities of the model as it was loaded, which a KL penalty needs."""
+    """Stores the log-probabilities by the model as it was loaded, which a KL penalty needs."""
     for batch, log_probs, _ in measure_in_batches(run.reference, answers, run.config.training):
         store_in_answers(batch, reference_log_probs=log_probs)
 
 
-def kl_in_reward(token_log_probs: torch.Tensor, batch: list[Trajectory]) -> torch.Tensor:
-    """KL penalty as a part of each token's reward. Keys: `kl_beta`, `kl_in: reward`.
+def kl_in_reward(log_probs: torch.Tensor, batch: list[Trajectory]) -> torch.Tensor:
+    """A KL penalty as a part of each token's reward. Keys: `kl_beta`, `kl_in: reward`.
 
-    It keeps the policy near the model as it was loaded. Detached, it is subtracted from the
-    advantage. With one update, and without sil, which selects answers, the gradient is on average
-    that of KL(policy || reference), token by token."""
+    It keeps the policy near the model as it was loaded. Beta times this value is subtracted from
+    the advantage; it's detached, so it has no gradient of its own. On average the result is the
+    gradient of KL(policy || reference) at each token, and that a token also changes the KL of later
+    ones is left out. This holds for one update, and if all answers are learned from, unlike in sil.
+    """
     reference_log_probs = torch.cat([answer.reference_log_probs for answer in batch])
-    return (token_log_probs - reference_log_probs).detach()
+    return (log_probs - reference_log_probs).detach()
 
 
-def kl_in_loss(token_log_probs: torch.Tensor, batch: list[Trajectory]) -> torch.Tensor:
-    """KL penalty as GRPO was published. Keys: `kl_beta`, `kl_in: loss`.
+def kl_estimate(log_probs: torch.Tensor, batch: list[Trajectory]) -> torch.Tensor:
+    """q - 1 - log q, with q = reference / policy. It estimates KL(policy || reference) and is never
+    negative. With a KL penalty it's logged. With `kl_in: loss` it is the penalty, as in GRPO.
 
-    Its value is q - 1 - log q, with q = reference / policy. It estimates KL(policy || reference)
-    and is never negative. But its gradient is on average that of KL(reference || policy)."""
+    As a penalty it isn't what its value suggests. Its gradient is (1 - q) * grad log policy. On
+    average over samples of the policy, grad log policy is 0, and -q * grad log policy is the sum of
+    -reference * grad log policy, which is the gradient of KL(reference || policy)."""
     reference_log_probs = torch.cat([answer.reference_log_probs for answer in batch])
-    log_q = reference_log_probs - token_log_probs
+    log_q = reference_log_probs - log_probs
     return torch.expm1(log_q) - log_q
 
 

@@ -13,6 +13,7 @@
 
 import argparse
 import json
+import linecache
 import os
 import random
 import re
@@ -78,7 +79,10 @@ def main_with(*names: str) -> types.ModuleType:
     module = types.ModuleType("main")
     module.__file__ = str(ROOT / "main.py")
     sys.modules["main"] = module
-    exec(compile(source, "main.py", "exec"), module.__dict__)  # noqa: S102
+    # `inspect` and tracebacks then show these lines, and not those of the file on the disk.
+    file = f"<main.py with {', '.join(names)}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    exec(compile(source, file, "exec"), module.__dict__)  # noqa: S102
     return module
 
 

@@ -65,7 +65,7 @@ def random_answers(model, tokenizer, config) -> list[main.Trajectory]:
         with torch.no_grad():
             for parameter in other.parameters():
                 parameter.add_(distance * parameter.std() * torch.randn_like(parameter))
-            log_probs, _ = main.Policy(other, config)(answers)
+            log_probs, _ = main.make_policy(other, config)(answers)
         store_in_answers(answers, **{name: log_probs})
     return answers
 
@@ -121,10 +121,10 @@ def compare() -> float:
     worst = 0.0
     for name, here, there in cases():
         training = config.training.model_copy(update=here)
-        log_probs, _ = main.Policy(model, config)(answers)
+        log_probs, entropies = main.make_policy(model, config)(answers)
         inputs = trl_inputs(answers)
         totals = {"answers": ANSWERS, "tokens": int(inputs["num_items_in_batch"])}
-        loss, _ = main.policy_loss(log_probs, answers, totals, training)
+        loss, _ = main.policy_loss(log_probs, entropies, answers, totals, training)
         gradient = gradient_of(loss, model)
 
         theirs = THEIR_DEFAULTS | there

@@ -114,7 +114,7 @@ def sample_answers(model: Path, row: dict, num_answers: int) -> list[Trajectory]
     run = load(model)
     words = [str(word) for word in (*row["nums"], "=", row["target"])]
     torch.manual_seed(random_seed(run.config.training.seed, 0, f"ask {words}"))
-    return sample(run, [make_question(run, row)], num_answers)[0]
+    return sample(run, [make_question(run, row)], num_answers, run.config.sampling)[0]
 
 
 def last_expression(completion: str) -> str:

@@ -20,9 +20,9 @@ ROOT = Path(__file__).resolve().parent.parent
 COPIED = {"logger.py", "countdown.py", "config.yaml", "pyproject.toml", "README.md", "machinery",
           "tests", "tiny", "examples", "bench"}
 SECONDS = 60  # for one test; the slowest takes three
-DEFAULT = ("compute_advantages", "policy_loss")
-VARIANTS = ("imitate_best", "scale_advantages", "variant_loss", "variant_normalizer",
-            "ratio_objective", "kl_in_reward", "kl_in_loss")
+DEFAULT = ("compare_with_group", "policy_loss")
+VARIANTS = ("imitate_best", "scale_advantages", "variant_normalizer", "variant_objective",
+            "ratio_objective", "kl_in_reward", "kl_estimate")
 PLACEHOLDER = 'raise NotImplementedError("yours to write")'
 LEARNING = "tests/test_learning.py::test_"
 FAMILY = "tests/test_family.py::test_"
@@ -39,9 +39,9 @@ class Stage(NamedTuple):
 
 # In the order in which you write them.
 STAGES = [
-    Stage("compute_advantages: the reward minus the mean reward of the group", [
+    Stage("compare_with_group: the reward minus the mean reward of the group", [
         f"{LEARNING}the_advantage_is_the_reward_less_the_mean_of_its_group"]),
-    Stage("compute_advantages: exactly 0 if all rewards of a group are equal", [
+    Stage("compare_with_group: exactly 0 if all rewards of a group are equal", [
         f"{LEARNING}equal_rewards_mean_an_advantage_of_exactly_zero"]),
     Stage("policy_loss: the formula in its docstring", [
         f"{LEARNING}loss_and_gradient_equal_the_plain_formula_for_any_micro_batch_size"]),
@@ -52,21 +52,21 @@ STAGES = [
         f"{LEARNING}advantages_of_grpo_are_divided_by_the_groups_standard_deviation"]),
     Stage("scale_advantages: scale_rewards=mean", [
         f"{LEARNING}advantages_of_maxrl_are_divided_by_the_mean_size_of_the_rewards"]),
-    Stage("variant_loss and variant_normalizer: loss_normalizer=tokens, and =sequence", [
+    Stage("variant_normalizer: loss_normalizer=tokens, and =sequence", [
         f"{PUBLISHED}[DAPO-no KL-unclipped-1]",
         f"{PUBLISHED}[GRPO-no KL-unclipped-1]"]),
-    Stage("variant_loss and ratio_objective: updates_per_batch=2", [
+    Stage("variant_objective and ratio_objective: updates_per_batch=2", [
         f"{PUBLISHED}[Dr. GRPO-no KL-unclipped-2]"]),
-    Stage("ratio_objective: clip. variant_loss returns the number of clipped tokens as 'clipped'", [
+    Stage("ratio_objective: clip. variant_objective returns how many tokens are 'clipped'", [
         f"{PUBLISHED}[DAPO-no KL-clipped-1]",
         f"{PUBLISHED}[DAPO-no KL-clipped-2]"]),
     Stage("ratio_objective: ratio=sequence, and =cispo", [
         f"{RATIO}[GSPO-no KL-clipped]",
         f"{RATIO}[CISPO-no KL-clipped]"]),
-    Stage("kl_in_reward: kl_in=reward. variant_loss returns the sum of kl_in_loss as 'kl'", [
+    Stage("kl_in_reward: kl_in=reward. variant_objective returns the sum of kl_estimate as 'kl'", [
         f"{PUBLISHED}[GRPO-KL-unclipped-1]",
         f"{PUBLISHED}[DAPO-KL-clipped-2]"]),
-    Stage("kl_in_loss: kl_in=loss", [
+    Stage("kl_estimate: kl_in=loss", [
         f"{PUBLISHED}[GRPO-KL in the loss-unclipped-1]",
         f"{PUBLISHED}[GRPO-KL in the loss-clipped-2]"]),
 ]
@@ -106,7 +106,8 @@ def calls_of_variants(function: ast.FunctionDef) -> list[ast.stmt]:
 
 def emptied(source: str) -> str:
     """Returns main.py with a placeholder in place of the code of each function that is asked for.
-    Their docstrings stay, and so do the calls of variants in the default path."""
+    Their docstrings stay, and so do the calls of variants in the default path. A comment marks
+    where code is missing after such a call."""
     lines = source.splitlines(keepends=True)
     for function in reversed(ast.parse(source).body):  # The lines above keep their numbers.
         if not isinstance(function, ast.FunctionDef) or function.name not in DEFAULT + VARIANTS:
@@ -114,12 +115,15 @@ def emptied(source: str) -> str:
         docstring, *statements = function.body
         kept = calls_of_variants(function) if function.name in DEFAULT else []
         body = []
+        mark = PLACEHOLDER
         is_marked = False
         for statement in statements:
             if statement in kept:
                 body += lines[statement.lineno - 1:statement.end_lineno]
+                is_marked = False
             elif not is_marked:
-                body.append(f"    {PLACEHOLDER}\n")
+                body.append(f"    {mark}\n")
+                mark = "# and here"
                 is_marked = True
         lines[docstring.end_lineno:function.end_lineno] = body
     return "".join(lines)
@@ -197,7 +201,7 @@ def exercise(arguments: list[str]) -> int:
     if not folder.exists():
         make(folder)
         print(f"In {folder}/main.py, {len(DEFAULT + VARIANTS)} functions are empty. Their "
-              "docstrings say what they do.\nBegin with `compute_advantages` and `policy_loss`: "
+              "docstrings say what they do.\nBegin with `compare_with_group` and `policy_loss`: "
               "they are Dr. GRPO, the default.\nThe others are variants, at the end of the file. "
               "README and docs/loss.md explain them.\nCall this command again to see how far "
               "you are.")

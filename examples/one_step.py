@@ -76,9 +76,8 @@ def sampled(run: Any, rows: list[dict], step: int) -> list[tuple[list, list]]:
     training = run.config.training
     torch.manual_seed(random_seed(training.seed, step, "train"))
     questions = [main.make_question(run, row) for row in rows]
-    groups = main.sample(run, questions, training.group_size)
-    main.score(run, groups)
-    return [(group, main.compute_advantages(group, training)) for group in groups]
+    groups = main.rollout(run, questions, training.group_size, run.config.sampling, "sample")
+    return [(group, main.compute_advantages([group], training)) for group in groups]
 
 
 def groups_with_signal(run: Run, row: dict | None) -> Iterator[tuple[list, list, Place]]:
@@ -102,7 +101,7 @@ def groups_with_signal(run: Run, row: dict | None) -> Iterator[tuple[list, list,
 
 def has_signal(run: Run, answers: list[Trajectory]) -> bool:
     for answer in answers:
-        if answer.advantage != 0 and main.is_learned_from(answer, run.config.training):
+        if answer.advantages.any() and main.is_learned_from(answer, run.config.training):
             return True
     return False
 
@@ -123,7 +122,8 @@ def one_step(run: Run, group: list[Trajectory], counted: list[Trajectory]) -> di
     measure(run, group, "before")
     main.learn(run, counted)
     measure(run, group, "after")
-    return change_metrics(run.policy.module, counted, run.config.training)
+    learned = [answer for answer in counted if answer.old_log_probs is not None]
+    return change_metrics(run.policy.module, learned, run.config.training)
 
 
 # ---------------------------------------------------------------- many groups
@@ -207,15 +207,15 @@ def shown_answer(run: Run, answer: Trajectory, most: int) -> dict[str, Any]:
     """Returns an answer as the page holds it, with at most so many of its tokens."""
     change = answer.after - answer.before  # (tokens,)
     has_moved = change.abs() > MOVED
-    is_learned = answer.new_log_probs is not None and answer.advantage != 0
+    is_learned = answer.old_log_probs is not None and bool(answer.advantages.any())
     share_as_meant = None
     if is_learned and has_moved.any():
-        is_as_meant = change * answer.advantage > 0
+        is_as_meant = change * answer.advantages.to(change) > 0
         share_as_meant = float(is_as_meant[has_moved].float().mean())
     return {
         "reward": answer.reward,
         "parts": describe_parts(answer),
-        "advantage": answer.advantage,
+        "advantage": float(answer.advantages.mean()),  # By default all tokens have the same.
         "verdict": verdict(run, answer),
         "length": answer.num_tokens,
         "change": float(change.mean()),

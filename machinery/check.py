@@ -1,10 +1,17 @@
-"""A model is checked before it is trained: does all that makes it fast here leave it as it is?
+"""A model is checked before it is trained: does everything that runs here leave it as it is?
 
-`Policy` reads padded answers together, and a prompt once for several of them. `generate` continues
-from a cache. Where a model is not exact in one of these, a run would learn from wrong numbers, and
-nothing would say so. So both are compared with plain forward passes of the sampler: one row at a
-time, without padding and without a cache."""
+Three passes are compared. `own_log_probs` below is the model's own forward pass, one answer at a
+time, without padding, cache or chunks. It shares no line with main.py. `Policy` and
+`generate_plain` of main.py are the plain way, and are compared with it. `FastPolicy` and
+`generate_fast` are what runs by default, and are compared with the plain way. Where one of them
+is not exact, a run would learn from wrong numbers, and nothing would say so."""
 
+import hashlib
+import inspect
+import io
+import textwrap
+import tokenize
+from collections.abc import Callable
 from itertools import cycle, islice
 from typing import Any
 
@@ -13,40 +20,142 @@ from torch import nn
 from transformers import GenerationConfig
 
 from machinery.errors import UserError, as_user_error
+from machinery.fast import FastPolicy
 from machinery.passes import MadeUpAnswer
-from machinery.ranks import errors_on_all_ranks
-from machinery.sampling import generate
+from machinery.ranks import RANK, errors_on_all_ranks
+from machinery.sampling import generate_fast
 from machinery.settings import Config
 
-# The mean absolute difference, over 11 to 60 tokens, may be so many nats. In float32 rounding makes
-# 1e-7 to 2e-5. In mixed and bfloat16, which keep 8 bits of a number, it makes 0.002 to 0.06.
+# The mean absolute difference may be so many nats a token. In float32, rounding makes 1e-7 to 2e-5.
+# In mixed and bfloat16, which keep 8 bits of a number, it makes 0.002 to 0.06.
 ALLOWED = {"float32": 1e-3, "mixed": 0.2, "bfloat16": 0.2}
-NUM_SAMPLED = 20  # more than the 16 tokens after which `generate` continues from its cache
+# Between the fast and the plain way, with the same weights and in the same precision.
+ALLOWED_FAST = {"float32": 1e-4, "mixed": 0.1, "bfloat16": 0.1}
+NUM_SAMPLED = 20  # more than the 16 tokens after which `generate_fast` continues from its cache
 NO_STOP = [2**31 - 1]  # No token has this id, so all rows stay to the end.
+
+# The functions of main.py as they are written here, by `digest_of`. The fast way does what the
+# first two say, so with model.fast they may not be edited. It calls the third one.
+FORWARD, GENERATE, LOG_PROBS = "Policy.forward", "generate_plain", "Policy.log_probs_of_tokens"
+AS_WRITTEN = {
+    FORWARD: "45022a2559c001ea",
+    GENERATE: "785dcc67ab86277d",
+    LOG_PROBS: "fa227c7907daa408",
+}
 
 
 @torch.no_grad()
 def check_model(
-    policy: nn.Module, sampler: Any, prompt: list[int], stop_id: int, config: Config
+    plain: nn.Module, policy: nn.Module, reference: nn.Module | None, generate_plain: Callable,
+    prompt: list[int], stop_id: int, config: Config,
 ) -> None:
-    """Refuses a model that is not the same in `policy`, or in `generate`, as by itself. Collective.
+    """Refuses a model that is not the same in all that runs here. Collective.
 
-    The sampler stands for the model by itself, because it is whole on each rank, also where the
-    policy is sharded. In mixed precision it is a copy in bfloat16. `prompt` is any prompt."""
-    name = type(sampler).__name__
-    allowed = ALLOWED[config.model.precision]
+    `plain` is the plain policy of the sampler, which is whole on each rank, also where the policy
+    is sharded. In mixed precision it is a copy in bfloat16. `prompt` is any prompt."""
+    name = type(plain.model).__name__
+    edited = edited_parts(type(plain), generate_plain)
     # 50 tokens of a prompt, or all that it has. One that has not even 10 is repeated.
     text = list(islice(cycle(prompt), max(10, min(50, len(prompt)))))
-    with errors_on_all_ranks(), as_user_error(f"{name} cannot be trained here"):
-        differences = compare_policy(policy, sampler, text, stop_id, config.sampling.temperature)
-        num_sampled = min(NUM_SAMPLED, config.training.max_new_gen_tokens)
-        differences |= compare_sampling(sampler, text, num_sampled)
-        for what, difference in differences.items():
-            if not difference <= allowed:  # It may be nan.
-                raise UserError(
-                    f"{name} cannot be trained here: {what} differ from its own forward pass by "
-                    f"{difference:.2g} in the mean, and {allowed:.2g} is allowed for rounding "
-                    "(docs/models.md#which-models-work)")
+    hint = ", with model.fast=true" if config.model.fast else ""
+    with errors_on_all_ranks(), as_user_error(f"{name} cannot be trained here{hint}"):
+        follow_edits(edited, config)
+        generate = generate_fast if config.model.fast else generate_plain
+        differences = compare_policies(plain, policy, reference, text, stop_id, config)
+        differences |= compare_sampling(generate, plain, text, config)
+        for what, (difference, allowed) in differences.items():
+            if difference <= allowed:  # It may be nan.
+                continue
+            line = (f"{what} by {difference:.2g} nats a token in the mean, and {allowed:.2g} is "
+                    "allowed for rounding")
+            if edited and not config.model.fast:
+                tell(line)
+            elif edited:
+                raise UserError(f"{line}: {' and '.join(edited)} in main.py is edited. If you mean "
+                                "that, set model.fast=false")
+            else:
+                raise UserError(f"{name} cannot be trained here{hint}: {line} "
+                                "(docs/models.md#which-models-work)")
+
+
+# ---------------------------------------------------------------- edits of main.py
+
+def digest_of(function: Callable) -> str:
+    """Returns a digest of its code, without comments and docstring. Tokens are the same in every
+    version of Python, which what `ast` writes is not."""
+    source = textwrap.dedent(inspect.getsource(function))
+    words = []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        is_code = token.type not in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE)
+        if is_code and not token.string.startswith('"""'):
+            words.append(token.string.strip() or tokenize.tok_name[token.type])
+    return hashlib.sha256(" ".join(words).encode()).hexdigest()[:16]
+
+
+def edited_parts(policy_class: type, generate_plain: Callable) -> list[str]:
+    digests = {
+        FORWARD: digest_of(policy_class.forward),
+        GENERATE: digest_of(generate_plain),
+        LOG_PROBS: digest_of(policy_class.log_probs_of_tokens),
+    }
+    return [name for name, digest in digests.items() if digest != AS_WRITTEN[name]]
+
+
+def follow_edits(edited: list[str], config: Config) -> None:
+    """With the fast way, refuses an edit that it would not follow."""
+    if not config.model.fast:
+        for name in edited:
+            tell(f"{name} in main.py is edited, and runs as it is")
+    else:
+        for name in edited:
+            if name != LOG_PROBS:
+                raise UserError(f"{name} in main.py is edited, and what runs by default does not "
+                                "follow it: set model.fast=false, which runs what main.py says")
+
+
+def tell(line: str) -> None:
+    if RANK == 0:
+        print(f"note: {line}", flush=True)
+
+
+# ---------------------------------------------------------------- log-probabilities
+
+def compare_policies(
+    plain: nn.Module, policy: nn.Module, reference: nn.Module | None, text: list[int], stop_id: int,
+    config: Config,
+) -> dict[str, tuple[float, float]]:
+    """Compares log-probabilities of three answers that differ in length. Two of them have the same
+    prompt. Returns how far they are apart, and how far they may be."""
+    long, short = split_text(text)
+    answers = [
+        MadeUpAnswer(long, [*text[len(long):], stop_id]),
+        MadeUpAnswer(long, [text[len(long)], stop_id]),
+        MadeUpAnswer(short, [*text[len(short):len(short) + 5], stop_id]),
+    ]
+    allowed = ALLOWED[config.model.precision]
+    temperature = config.sampling.temperature
+    # Both may consist of the same modules, so the mode is set before each.
+    plain.eval()
+    of_model = own_log_probs(plain.model, answers, temperature)
+    of_plain, _ = plain(answers)
+    found = {
+        "log-probabilities of Policy differ from the model's own": (of_plain, of_model, allowed)}
+    if config.model.fast:
+        of_fast, _ = FastPolicy(plain)(answers)
+        found["log-probabilities of FastPolicy differ from Policy's"] = (
+            of_fast, of_plain, ALLOWED_FAST[config.model.precision])
+    policy.train()  # In train mode a model may add noise.
+    of_policy, _ = policy(answers)
+    found["log-probabilities while learning differ from the sampler's"] = (
+        of_policy, of_plain, allowed)
+    if reference is not None:
+        of_reference, _ = reference(answers)
+        found["log-probabilities of the reference differ from the sampler's"] = (
+            of_reference, of_plain, allowed)
+    # Logits that are divided by a low temperature differ by more.
+    scale = min(1.0, temperature)
+    return {what: (scale * mean_difference(one, other), most)
+            for what, (one, other, most) in found.items()}
 
 
 def split_text(text: list[int]) -> tuple[list[int], list[int]]:
@@ -54,61 +163,13 @@ def split_text(text: list[int]) -> tuple[list[int], list[int]]:
     return text[:len(text) * 4 // 5], text[:len(text) // 2]
 
 
-def compare_policy(
-    policy: nn.Module, sampler: Any, text: list[int], stop_id: int, temperature: float
-) -> dict[str, float]:
-    """Compares log-probabilities of three answers that differ in length. Two of them have the same
-    prompt."""
-    long, short = split_text(text)
-    answers = [
-        MadeUpAnswer(long, [*text[len(long):], stop_id]),
-        MadeUpAnswer(long, [text[len(long)], stop_id]),
-        MadeUpAnswer(short, [*text[len(short):len(short) + 5], stop_id]),
-    ]
-    # The sampler may consist of the same modules, so the mode is set before each.
-    policy.train()  # In train mode a model may add noise.
-    log_probs, _ = policy(answers)
-    sampler.eval()
-    own_log_probs = []
+def own_log_probs(model: Any, answers: list, temperature: float) -> torch.Tensor:
+    """Returns the log-probability of each token of each answer, (tokens,)."""
+    found = []
     for answer in answers:
-        logits = own_logits(sampler, answer.prompt_ids, answer.completion_ids)
-        of_all = (logits / temperature).log_softmax(-1)  # (tokens, vocabulary)
-        own_log_probs.append(of_tokens(of_all, answer.completion_ids))
-    # Logits that are divided by a low temperature differ by more.
-    scale = min(1.0, temperature)
-    return {"log-probabilities": scale * mean_difference(log_probs, own_log_probs)}
-
-
-def compare_sampling(sampler: Any, text: list[int], num_sampled: int) -> dict[str, float]:
-    """Samples greedily. Compares log-probabilities in this, and the tokens with the likeliest ones.
-    Rounding may choose another token, but only one with nearly the same logit."""
-    long, short = split_text(text)
-    prompts = [long, short, long]
-    greedy = GenerationConfig(
-        do_sample=False, max_new_tokens=num_sampled, eos_token_id=NO_STOP, pad_token_id=0)
-    logits_of_steps = []  # each (rows, vocabulary)
-
-    # `generate` here returns tokens alone, so a hook notes the logits, once for each token. The
-    # prompts are processed by the body alone, which the hook does not see.
-    def note(module: nn.Module, arguments: tuple, output: Any) -> None:
-        logits_of_steps.append(output.logits[:, -1].float())
-
-    hook = sampler.register_forward_hook(note)
-    completions = generate(sampler, prompts, greedy, len(prompts), lambda num_ended: None)
-    hook.remove()
-    logits_while_sampling = torch.stack(logits_of_steps, 1)  # (rows, tokens, vocabulary)
-    log_probs = []
-    own_log_probs = []
-    behind_likeliest = []
-    for prompt, completion, logits in zip(prompts, completions, logits_while_sampling, strict=True):
-        own = own_logits(sampler, prompt, completion)
-        log_probs.append(of_tokens(logits.log_softmax(-1), completion))
-        own_log_probs.append(of_tokens(own.log_softmax(-1), completion))
-        behind_likeliest.append(own.amax(-1) - of_tokens(own, completion))
-    return {
-        "log-probabilities while sampling": mean_difference(torch.cat(log_probs), own_log_probs),
-        "logits of greedily sampled tokens": float(torch.cat(behind_likeliest).mean()),
-    }
+        logits = own_logits(model, answer.prompt_ids, answer.completion_ids) / temperature
+        found.append(of_tokens(logits.log_softmax(-1), answer.completion_ids))
+    return torch.cat(found)
 
 
 def own_logits(model: Any, prompt: list[int], completion: list[int]) -> torch.Tensor:
@@ -123,5 +184,38 @@ def of_tokens(values: torch.Tensor, tokens: list[int]) -> torch.Tensor:
     return values.gather(-1, torch.tensor(tokens, device=values.device)[:, None])[:, 0]
 
 
-def mean_difference(values: torch.Tensor, own_values: list[torch.Tensor]) -> float:
-    return float((values - torch.cat(own_values)).abs().mean())
+def mean_difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).abs().mean())
+
+
+# ---------------------------------------------------------------- sampling
+
+def compare_sampling(
+    generate: Callable, plain: nn.Module, text: list[int], config: Config
+) -> dict[str, tuple[float, float]]:
+    """Samples the likeliest tokens. Compares the log-probabilities that were noted of them, and the
+    tokens with the likeliest ones. Rounding may choose another token, but only one with nearly the
+    same logit."""
+    long, short = split_text(text)
+    prompts = [long, short, long]
+    temperature = config.sampling.temperature
+    greedy = GenerationConfig(
+        do_sample=True, top_k=1, top_p=1.0, temperature=temperature, eos_token_id=NO_STOP,
+        pad_token_id=0, max_new_tokens=min(NUM_SAMPLED, config.training.max_new_gen_tokens))
+    completions = generate(plain.model, prompts, greedy, lambda num_ended: None)
+    noted = []
+    own = []
+    behind_likeliest = []
+    for prompt, (tokens, log_probs) in zip(prompts, completions, strict=True):
+        logits = own_logits(plain.model, prompt, tokens)
+        own.append(of_tokens((logits / temperature).log_softmax(-1), tokens).cpu())
+        noted.append(torch.tensor(log_probs))
+        behind_likeliest.append(logits.amax(-1) - of_tokens(logits, tokens))
+    allowed = ALLOWED[config.model.precision]
+    scale = min(1.0, temperature)
+    return {
+        "log-probabilities while sampling differ from the model's own": (
+            scale * mean_difference(torch.cat(noted), torch.cat(own)), allowed),
+        "logits of greedily sampled tokens differ from the highest": (
+            float(torch.cat(behind_likeliest).mean()), allowed),
+    }

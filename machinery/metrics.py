@@ -14,19 +14,20 @@ import torch
 from torch import nn
 
 from machinery.errors import SharedError
-from machinery.passes import measure_in_batches, store_in_answers
+from machinery.passes import measure_in_batches
 from machinery.ranks import DEVICE, WORLD_SIZE, max_over_ranks, sum_over_ranks
 from machinery.settings import Config, TrainingSettings, is_due
 from machinery.tasks import Task
 
 PHASES = ("sample", "score", "learn")
+# From this mean on, in nats, the sampler is another model than the policy (docs/numbers.md).
+LARGE_GAP = {"float32": 1e-3, "mixed": 0.05, "bfloat16": 0.05}
 MOVED = 1e-6  # A token moved if its log-probability changed by more than this.
 MOST_SKIPPED_STEPS = 5  # in a row
 NOTHING_LEARNED = {
     "loss": 0.0,
     "entropy": math.nan,
     "grad_norm": math.nan,
-    "learned": 0,
     "updated": 0,
     "non_finite": 0,
 }
@@ -90,35 +91,20 @@ def count_skipped(num_skipped: int, update: dict[str, float], step: int) -> int:
 
 # ---------------------------------------------------------------- of a step
 
-class StepReport:
-    """The metrics of a step, of all ranks. It is made before the update. In step 1 it makes a
-    forward pass before the update, there and in evaluated steps one after it. Collective."""
-
-    def __init__(
-        self, policy: nn.Module, task: Task, config: Config, step: int, groups: list[list]
-    ):
-        self.policy = policy
-        self.task = task
-        self.training = config.training
-        self.groups = groups
-        self.measures_change = step == 1 or is_due(step, config.validation.every, config)
-        self.measured: dict[str, float] = {}
-        if step == 1:
-            self.measured = sampler_metrics(policy, list(chain(*groups)), self.training)
-
-    def metrics(
-        self, answers: list, updates: list[dict[str, float]], seconds: dict[str, float]
-    ) -> dict[str, float | None]:
-        """Returns the metrics after the update. `answers` are those that count in the loss, and
-        `seconds` is how long each phase took on this rank. Collective."""
-        if self.measures_change:
-            self.measured |= change_metrics(self.policy, answers, self.training)
-        metrics = sampling_metrics(self.groups, self.task, seconds) | memory_metrics()
-        metrics |= update_metrics(updates) | self.measured
-        for name, value in metrics.items():
-            if not math.isfinite(value):
-                metrics[name] = None  # JSON has no NaN.
-        return metrics
+def step_metrics(
+    run: Any, groups: list[list], answers: list, updates: list[dict[str, float]]
+) -> dict[str, float | None]:
+    """Returns the metrics of a step over all ranks. `answers` are those that count in the loss. In
+    step 1, and where an evaluation follows, it makes one more forward pass. Collective."""
+    learned = [answer for answer in answers if answer.old_log_probs is not None]
+    metrics = sampling_metrics(groups, run.task, run.log.seconds) | memory_metrics()
+    metrics |= update_metrics(updates) | sampler_metrics(learned)
+    if run.step == 1 or is_due(run.step, run.config.validation.every, run.config):
+        metrics |= change_metrics(run.policy.module, learned, run.config.training)
+    for name, value in metrics.items():
+        if not math.isfinite(value):
+            metrics[name] = None  # JSON has no NaN.
+    return metrics
 
 
 def sampling_metrics(
@@ -163,44 +149,39 @@ def memory_metrics() -> dict[str, float]:
     return max_over_ranks({"memory_gb": num_bytes / 1e9})
 
 
-def sampler_metrics(
-    policy: nn.Module, answers: list, training: TrainingSettings
-) -> dict[str, float]:
-    """Compares the sampler with the policy, on answers that were just sampled. Collective.
-
-    `sampler_gap` is how far the mean of -log p of the sampled tokens is from the policy's entropy,
-    less four standard errors."""
-    excesses = []
-    for _, log_probs, entropies in measure_in_batches(policy, answers, training):
-        excesses.append(-log_probs - entropies)
-    excess = torch.cat(excesses)  # (tokens,)
+def sampler_metrics(learned: list) -> dict[str, float]:
+    """Returns how far the sampler and the policy are apart before the update, in nats a token, on
+    the answers that are learned from: the mean and the largest difference of what both say of the
+    sampled tokens. Collective."""
+    differences = [torch.zeros(0)]
+    for answer in learned:
+        differences.append((answer.sampler_log_probs - answer.old_log_probs.cpu()).abs())
+    difference = torch.cat(differences).double()  # (tokens,)
     sums = sum_over_ranks({
-        "tokens": len(excess),
-        "excess": float(excess.sum()),
-        "squares": float((excess**2).sum()),
-    })
-    gap = abs(sums["excess"]) - 4 * math.sqrt(sums["squares"])
-    if gap <= 0:  # It may be chance. A gap that is nan stays nan.
-        gap = 0.0
-    return {"sampler_gap": gap / sums["tokens"]}
+        "learned": len(learned), "tokens": len(difference), "difference": float(difference.sum())})
+    largest = float(difference.max()) if len(difference) else -math.inf
+    largest = max_over_ranks({"largest": largest})["largest"]
+    return {
+        "learned": sums["learned"],
+        "sampler_gap": share(sums["difference"], sums["tokens"]),
+        "sampler_gap_max": largest if sums["tokens"] else math.nan,
+    }
 
 
 def change_metrics(
-    policy: nn.Module, answers: list, training: TrainingSettings
+    policy: nn.Module, learned: list, training: TrainingSettings
 ) -> dict[str, float]:
-    """Returns how the update has changed the log-probabilities of the tokens that it was to change,
-    and whether each has moved the way its advantage points. Collective."""
-    learned = [answer for answer in answers if answer.old_log_probs is not None]
+    """Returns how the update has changed the log-probabilities of the tokens with an advantage, and
+    whether each has moved the way its advantage points. Collective."""
+    changes = []
+    advantages = []
     for batch, log_probs, _ in measure_in_batches(policy, learned, training):
-        store_in_answers(batch, new_log_probs=log_probs)
-    changes = [torch.zeros(0)]
-    advantages = []  # of each token
-    for answer in learned:
-        if answer.advantage != 0:  # It is 0 where only a KL penalty was to be learned.
-            changes.append((answer.new_log_probs - answer.old_log_probs).cpu())
-            advantages += [answer.advantage] * answer.num_tokens
-    change = torch.cat(changes)  # (tokens,)
-    advantage = torch.tensor(advantages)  # (tokens,)
+        changes.append(log_probs - torch.cat([answer.old_log_probs for answer in batch]))
+        advantages += [answer.advantages for answer in batch]
+    advantage = torch.cat(advantages)  # (tokens,)
+    # A KL penalty alone may be what a token learns from.
+    change = torch.cat(changes).cpu()[advantage != 0]
+    advantage = advantage[advantage != 0]
     is_as_meant = change * advantage > 0
     sums = sum_over_ranks({
         "tokens": len(change),
@@ -306,7 +287,7 @@ def look_at_first_step(metrics: dict[str, float | None], config: Config) -> list
     """Returns the lines under the first step: what was measured, and what is off."""
     # All comparisons with nan are false, so that a missing number is no sign of anything.
     numbers = {name: math.nan if value is None else value for name, value in metrics.items()}
-    signs = signs_of_sampling(numbers) + signs_of_rewards(numbers)
+    signs = signs_of_sampling(numbers, config) + signs_of_rewards(numbers)
     signs += signs_of_update(numbers, config)
     return measured(numbers) + (signs or ["nothing is off"])
 
@@ -323,20 +304,21 @@ def measured(numbers: dict[str, float]) -> list[str]:
         "{groups_without_signal:.0%} of the groups have no signal. In {groups_all_solved:.0%} all "
         "answers are right, in {groups_none_solved:.0%} none")
     sampler = (
-        "the sampled tokens differ by {sampler_gap:.3f} from what the policy samples, beyond "
-        "chance")
+        "on a sampled token, sampler and policy differ by {sampler_gap:.1g} nats in the mean, and "
+        "by {sampler_gap_max:.1g} at most")
     lines = [line.format(**numbers) for line in (truncation, groups, change, sampler)]
     return [re.sub(r"\+?nan%?", "n/a", line) for line in lines]
 
 
-def signs_of_sampling(numbers: dict[str, float]) -> list[str]:
+def signs_of_sampling(numbers: dict[str, float], config: Config) -> list[str]:
     signs = [
         (numbers["truncated"] >= 0.5, (
             "! too many answers are truncated: raise training.max_new_gen_tokens. Or the model "
             "does not know its stop token. For a chat model set data.prompt_style to chat")),
-        (numbers["sampler_gap"] >= 0.005, (
-            "! the answers were not sampled from the policy that is trained: see sampling.top_p, "
-            "sampling.top_k, and if both are off, sampling.temperature and model.precision")),
+        (numbers["sampler_gap"] >= LARGE_GAP[config.model.precision], (
+            "! the answers were not sampled from the policy that is trained: see model.precision "
+            "and model.attention, and whether log_probs_of_tokens divides by "
+            "sampling.temperature")),
         (numbers["groups_none_solved"] >= 0.9, (
             "! the questions are too hard to learn from: take easier ones with data.dataset, a "
             "better model with model.name, or more answers with training.k_best_of_n")),

@@ -1,18 +1,16 @@
-"""What a forward pass of answers is made of: micro-batches, padded rows, and logits in chunks."""
+"""What a forward pass of answers is made of: micro-batches, padded rows, and the output layer."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.checkpoint import checkpoint
 
 from machinery.ranks import DEVICE, max_over_ranks
-from machinery.settings import TrainingSettings
+from machinery.settings import Config, TrainingSettings
 
 HALF_PRECISION = torch.bfloat16  # Mixed precision computes in this type, and samples from it.
-LOGITS_PER_CHUNK = 2**25  # tokens x vocabulary, which are 128 MiB in float32
 
 
 class MadeUpAnswer:
@@ -22,7 +20,8 @@ class MadeUpAnswer:
         self.prompt_ids = list(prompt_ids)
         self.completion_ids = list(completion_ids)
         self.num_tokens = len(completion_ids)
-        self.advantage = 0.0
+        self.advantages = torch.zeros(self.num_tokens)
+        self.sampler_log_probs = self.advantages
         self.old_log_probs = torch.zeros(self.num_tokens, device=DEVICE)
         self.reference_log_probs = self.old_log_probs
 
@@ -86,32 +85,27 @@ def pad_right(rows: list[list[int]], device: torch.device) -> tuple[torch.Tensor
     return ids.to(device), is_token.to(device)
 
 
+def pad_left(rows: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `pad_right`, with the padding before each row."""
+    ids, is_token = pad_right([row[::-1] for row in rows], device)
+    return ids.flip(1), is_token.flip(1)
+
+
+def autocast(config: Config) -> torch.autocast:
+    """Within it, passes of a model in mixed precision compute in bfloat16."""
+    return torch.autocast(DEVICE.type, HALF_PRECISION, enabled=config.model.precision == "mixed")
+
+
+def at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 def body_of(model: Any) -> Any:
     """Returns the part of the model that its own forward pass calls, before its output layer."""
     body = model.base_model
     if body is model:  # Llama 4 does not say which part it is.
         body = model.model
     return getattr(body, "decoder", body)  # OPT calls the decoder within its base model.
-
-
-def compute_in_chunks(
-    function: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
-    states: torch.Tensor,  # (tokens, width)
-    tokens: torch.Tensor,  # (tokens,)
-    chunk_size: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns what `function` makes of all states and tokens, two tensors of shape (tokens,).
-
-    The logits of all tokens would be by far the largest tensor. So they are computed for a chunk
-    of tokens at a time, and once more in the backward pass."""
-    log_probs = []
-    entropies = []
-    chunks = zip(states.split(chunk_size), tokens.split(chunk_size), strict=True)
-    for states_of_chunk, tokens_of_chunk in chunks:
-        results = checkpoint(function, states_of_chunk, tokens_of_chunk, use_reentrant=False)
-        log_probs.append(results[0])
-        entropies.append(results[1])
-    return torch.cat(log_probs), torch.cat(entropies)
 
 
 class BodyOutput:
@@ -128,14 +122,13 @@ class BodyOutput:
 
 
 def output_logits(model: Any, states: torch.Tensor) -> torch.Tensor:
-    """Turns hidden states, (tokens, width), into logits, (tokens, vocabulary), in float32 at least.
+    """Turns hidden states, (tokens, width), into logits, (tokens, vocabulary).
 
     It calls the model's own forward pass, with the model's body replaced by one that returns these
     states. So whatever a model does after its last projection, like Gemma 2's capping, is done."""
     body = body_of(model)
     body.forward = lambda *_, inputs_embeds, **__: BodyOutput(inputs_embeds)
     try:
-        logits = model(inputs_embeds=states[None]).logits[0]
+        return model(inputs_embeds=states[None]).logits[0]
     finally:
         del body.forward
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -1,13 +1,13 @@
-"""Hugging Face's `generate`, made faster: equal prompts are processed once, and answers that have
-ended leave the batch."""
+"""Hugging Face's `generate`, made faster: equal prompts are read once, and answers leave the batch
+when they have ended."""
 
 import copy
 from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.nn.functional import pad
-from transformers import GenerationConfig
+from torch.nn.functional import cross_entropy, pad
+from transformers import GenerationConfig, LogitsProcessor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from machinery.prompts import keep_rows, pad_prompts, prefill
@@ -16,45 +16,64 @@ TOKENS_PER_SLICE = 16  # After so many tokens the answers that have ended leave 
 CACHE_ROOM = 16  # So many tokens can be appended to a layer of the cache without copying it.
 
 
+class NotedLogProbs(LogitsProcessor):
+    """Notes the log-probability of every token that `generate` samples, at this temperature and
+    before top_p and top_k.
+
+    `generate` shows a processor the logits of the next token, and all tokens before it. So a token
+    is looked up one call later, and only the logits of one token are kept."""
+
+    def __init__(self, temperature: float):
+        self.temperature = temperature
+        self.logits: torch.Tensor | None = None  # (rows, vocabulary)
+        self.log_probs: list[torch.Tensor] = []  # (rows,) of each token
+
+    def __call__(self, sequences: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        self.look_up(sequences)
+        self.logits = logits
+        return logits
+
+    def look_up(self, sequences: torch.Tensor) -> None:
+        if self.logits is not None:
+            logits = self.logits if self.temperature == 1 else self.logits / self.temperature
+            self.log_probs.append(cross_entropy(logits, sequences[:, -1], reduction="none"))
+
+    def of_tokens(self, sequences: torch.Tensor) -> torch.Tensor:
+        """Returns the log-probabilities of all sampled tokens, (rows, tokens)."""
+        self.look_up(sequences)
+        return -torch.stack(self.log_probs, 1)
+
+
 @torch.inference_mode()
-def generate(
+def generate_fast(
     sampler: nn.Module,
     prompts: list[list[int]],
     settings: GenerationConfig,
-    max_rows: int,
     on_ended: Callable[[int], object],
-) -> list[list[int]]:
-    """Returns what `sampler.generate` returns with these settings, a completion of each prompt with
-    its stop token. It samples at most `max_rows` together. `on_ended` hears how many have ended."""
+) -> list[tuple[list[int], list[float]]]:
+    """Calls `sampler.generate` for a few tokens at a time. Returns the tokens of an answer to each
+    prompt, with the stop token, and their log-probabilities while sampling. `on_ended` is told how
+    many more answers have ended."""
     sampler.eval()  # In train mode gradient checkpointing would drop the KV cache.
-    completions = []
-    for start in range(0, len(prompts), max_rows):
-        rows = prompts[start:start + max_rows]
-        completions += generate_in_slices(sampler, rows, settings, on_ended)
-    return completions
-
-
-def generate_in_slices(
-    sampler: nn.Module,
-    prompts: list[list[int]],
-    settings: GenerationConfig,
-    on_ended: Callable[[int], object],
-) -> list[list[int]]:
-    """Calls `sampler.generate` for a few tokens at a time."""
     stop_ids = set(settings.eos_token_id)
     slice_settings = copy.copy(settings)
     ids, mask, cache = prefill_for_generate(sampler, prompts)  # (rows, time), padded on the left
-    completions: list[list[int]] = [[] for _ in prompts]
+    completions: list[tuple[list[int], list[float]]] = [([], []) for _ in prompts]
     completion_of_row = list(range(len(prompts)))
     for num_done in range(0, settings.max_new_tokens, TOKENS_PER_SLICE):
         slice_settings.max_new_tokens = min(TOKENS_PER_SLICE, settings.max_new_tokens - num_done)
+        noted = NotedLogProbs(settings.temperature)
         sequences = sampler.generate(
-            ids, attention_mask=mask, past_key_values=cache, generation_config=slice_settings)
+            ids, attention_mask=mask, past_key_values=cache, generation_config=slice_settings,
+            logits_processor=[noted])
         new_ids = sequences[:, ids.shape[1]:]  # (rows, slice), padding after a stop token
+        log_probs = noted.of_tokens(sequences).tolist()  # of these
         still_open = []
         for row, row_ids in enumerate(new_ids.tolist()):
             new_tokens = up_to_stop(row_ids, stop_ids)
-            completions[completion_of_row[row]] += new_tokens
+            tokens_of_answer, log_probs_of_answer = completions[completion_of_row[row]]
+            tokens_of_answer += new_tokens
+            log_probs_of_answer += log_probs[row][:len(new_tokens)]
             if new_tokens[-1] not in stop_ids:
                 still_open.append(row)
         on_ended(len(completion_of_row) - len(still_open))

@@ -5,6 +5,7 @@ import difflib
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -43,6 +44,7 @@ class ModelSettings(Section):
     lora_rank: Natural
     lora_alpha: Positive
     lora_targets: list[Text] | None
+    fast: StrictBool
 
 
 class TaskSettings(Section):
@@ -58,7 +60,7 @@ class DataSettings(Section):
     prompt_style: Literal["base", "chat"]
 
 
-class TrainingSettings(Section):
+class TrainingSettings(Section, extra="allow"):  # for keys of one's own, see `check_values`
     learning_type: Literal["grpo", "sil"]
     scale_rewards: Literal["none", "group", "mean"]
     loss_normalizer: Literal["max_length", "tokens", "sequence"]
@@ -128,6 +130,7 @@ class Config(Section):
 
 KEYS = [f"{section}.{key}" for section, field in Config.model_fields.items()
         for key in field.annotation.model_fields]
+OWN = "training.my_"  # So begin keys of one's own, which config.yaml or another file declares.
 # These keys may change between two starts of a run. All other keys define the experiment.
 FREE_KEYS = {
     "model.attention", "model.gradient_checkpointing",
@@ -159,12 +162,13 @@ def load_config(arguments: list[str]) -> Config:
     values = read_yaml(ROOT / "config.yaml")
     for path in options.config:
         values |= read_yaml(path)
+    own_keys = [key for key in values if key.startswith(OWN)]  # The files have declared them.
     for override in options.overrides:
         with as_user_error(f"{override!r} is not section.key=value, or its value is not YAML"):
             key, text = override.split("=", 1)
             values[key] = yaml.safe_load(text)
     values["model.precision"] = choose_precision(values.get("model.precision"))
-    return check_values(values)
+    return check_values(values, own_keys)
 
 
 def choose_precision(wanted: str | None) -> str:
@@ -174,12 +178,13 @@ def choose_precision(wanted: str | None) -> str:
     return wanted or ("mixed" if is_fast else "float32")
 
 
-def check_values(values: dict[str, Any]) -> Config:
+def check_values(values: dict[str, Any], own_keys: Sequence[str] = ()) -> Config:
     """Makes a Config of {"section.key": value}, or says in one line what is wrong."""
     sections: dict[str, dict[str, Any]] = {}
+    known = [*KEYS, *own_keys]
     for key, value in values.items():
-        if key not in KEYS:
-            [nearest] = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.0)
+        if key not in known:
+            [nearest] = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
             raise UserError(f"{key}={value!r}: there is no such key. Did you mean {nearest}?")
         section, name = key.split(".")
         sections.setdefault(section, {})[name] = value

@@ -6,7 +6,8 @@ prints what docs/models.md says of each.
 
 Each model is saved, loaded as a run loads it, and checked as a run checks it. What is then trained
 is compared once more with loops that share no code with the trainer: 40 greedy tokens, and
-log-probabilities and gradients in float32. With gradient checkpointing and with LoRA, too."""
+log-probabilities and gradients in float32. All of this in the fast and in the plain way, with
+gradient checkpointing, and with LoRA."""
 
 import sys
 import tempfile
@@ -26,7 +27,7 @@ from machinery.check import check_model
 from machinery.errors import UserError
 from machinery.prompts import can_continue
 from machinery.ranks import join
-from machinery.sampling import generate
+from machinery.sampling import generate_fast
 from machinery.sharding import Sharded
 
 BOUND = 1e-4
@@ -53,13 +54,18 @@ def examine(name: str, folder: Path) -> Finding:
     finding = Finding()
     save_with_tokenizer(tiny_model(name), folder)
     try:
-        run = begin(folder)
+        finding.differences = compare(begin(folder, model__fast=False), "plain: ")
     except UserError as error:
         finding.refusal = str(error)
         return finding
+    try:
+        run = begin(folder)
+    except UserError as error:
+        finding.notes.append(f"only with model.fast=false: {error}")
+        return finding
     if not can_continue(run.model):
         finding.notes.append("each answer processes its prompt itself")
-    finding.differences = compare(run, "")
+    finding.differences |= compare(run, "")
     if run.model.supports_gradient_checkpointing:
         run.model.activation_checkpointing_enable()
         finding.differences |= compare_learning(run, "checkpointing: ")
@@ -83,10 +89,11 @@ def begin(folder: Path, **overrides) -> SimpleNamespace:
                             "sampling__temperature": TEMPERATURE, **overrides})
     model, tokenizer = main.load_model(config)
     sampler = main.make_sampler(model, config)
-    policy = main.Policy(model, config)
+    policy = main.make_policy(model, config)
     if config.training.shard:
         policy = Sharded(policy)
-    check_model(policy, sampler, LONG, main.find_stop_ids(model, tokenizer)[0], config)
+    check_model(main.Policy(sampler, config), policy, None, main.generate_plain, LONG,
+                main.find_stop_ids(model, tokenizer)[0], config)
     return SimpleNamespace(config=config, model=model, policy=policy, sampler=sampler)
 
 
@@ -111,18 +118,21 @@ def compare(run, label: str) -> dict[str, float]:
 
 def compare_sampling(run, label: str) -> dict[str, float]:
     """How far the logits of sampled tokens are from the highest, by full passes of single rows."""
-    greedy = GenerationConfig(do_sample=False, max_new_tokens=NUM_GREEDY, eos_token_id=NO_STOP,
-                              pad_token_id=0)
-    completions = generate(run.sampler, PROMPTS, greedy, 8, lambda num_ended: None)
-    farthest = 0.0
+    greedy = GenerationConfig(do_sample=True, top_k=1, top_p=1.0, temperature=TEMPERATURE,
+                              max_new_tokens=NUM_GREEDY, eos_token_id=NO_STOP, pad_token_id=0)
+    generate = generate_fast if run.config.model.fast else main.generate_plain
+    completions = generate(run.sampler, PROMPTS, greedy, lambda num_ended: None)
+    farthest = farthest_noted = 0.0
     run.model.eval()
-    for prompt, completion in zip(PROMPTS, completions, strict=True):
+    for prompt, (completion, log_probs) in zip(PROMPTS, completions, strict=True):
         with torch.no_grad():
             logits = run.model(torch.tensor([prompt + completion]), use_cache=False).logits[0]
-        for t, token in enumerate(completion):
+        for t, (token, noted) in enumerate(zip(completion, log_probs, strict=True)):
             of_token = logits[len(prompt) - 1 + t]
             farthest = max(farthest, float(of_token.max() - of_token[token]))
-    return {f"{label}sampled tokens": farthest}
+            log_prob = (of_token / TEMPERATURE).log_softmax(-1)[token]
+            farthest_noted = max(farthest_noted, abs(noted - float(log_prob)))
+    return {f"{label}sampled tokens": farthest, f"{label}noted log-probabilities": farthest_noted}
 
 
 def compare_learning(run, label: str) -> dict[str, float]:

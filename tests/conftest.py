@@ -101,8 +101,9 @@ def make_trajectories(count: int = QUESTIONS * GROUP, seed: int = 0, longest: in
         completion_ids = [stream.randrange(VOCABULARY) for _ in range(stream.randint(1, longest))]
         advantage = 0.0 if i % 4 == 3 else stream.uniform(-1, 1)
         question = main.Question({}, prompt_ids)
-        trajectories.append(
-            main.Trajectory(question, completion_ids, "", i % 5 == 2, advantage=advantage))
+        trajectories.append(main.Trajectory(
+            question, completion_ids, "", i % 5 == 2, advantage=advantage,
+            sampler_log_probs=torch.zeros(len(completion_ids))))
     return trajectories
 
 
@@ -116,7 +117,7 @@ def learning_config(**overrides):
 def make_policy(model, config, **how):
     """What `learn` uses of a run: the model wrapped as in `prepare`. SGD takes AdamW's place. Its
     steps are large enough for ratios to leave the clipping range."""
-    wrapped = torch.nn.parallel.DistributedDataParallel(main.Policy(model, config), **how)
+    wrapped = torch.nn.parallel.DistributedDataParallel(main.make_policy(model, config), **how)
     return SimpleNamespace(
         policy=wrapped, model=model, sampler=model, config=config, reference=None, log=SILENT_LOG,
         optimizer=torch.optim.SGD(model.parameters()), step=1)
@@ -137,7 +138,7 @@ def learn(model, trajectories, **overrides):
     config = learning_config(**overrides)
     run = make_policy(model, config, gradient_as_bucket_view=True)
     if config.training.kl_beta:
-        run.reference = main.Policy(main.make_reference(reference_of(model), config), config)
+        run.reference = main.make_policy(main.make_reference(reference_of(model), config), config)
     answers = [dataclasses.replace(trajectory) for trajectory in trajectories]
     return main.learn(run, answers)[-1]
 
@@ -259,7 +260,8 @@ def sampling_run(model, eos=0, **overrides):
 def sample_from(run, prompts, group_size) -> list:
     """`group_size` answers to each of these prompts, in one list."""
     asked = [main.Question({}, prompt) for prompt in prompts]
-    return [answer for group in main.sample(run, asked, group_size) for answer in group]
+    return [answer for group in main.sample(run, asked, group_size, run.config.sampling)
+            for answer in group]
 
 
 def sample(model, prompts, group_size, **how) -> list:

@@ -16,7 +16,7 @@ from pathlib import Path
 from conftest import run_without_curves
 
 import main
-from machinery import metrics, on_ctrl_c, runs
+from machinery import on_ctrl_c, runs
 
 
 class Striker:
@@ -73,7 +73,7 @@ def run_and_be_struck(strike: dict, folder: str, arguments: list[str]):
     passing = Striker(strike, Path(folder)).passing
     passing(main, "questions", after="sampling")
     passing(main, "policy_loss", after="learning")
-    passing(metrics.StepReport, "metrics", before="updated", after="logging")
+    passing(main, "step_metrics", before="updated", after="logging")
     passing(main, "evaluate", before="evaluating")
     passing(main, "evaluation_metrics", after="evaluated")
     passing(runs, "save_file", after="saving: tensors")

@@ -39,7 +39,8 @@ def test_later_files_win_over_earlier_ones_and_the_command_line_over_all(tmp_pat
 def test_config_yaml_holds_every_key_with_a_comment_and_no_other():
     text = (ROOT / "config.yaml").read_text()
 
-    assert set(settings.flatten(yaml.safe_load(text))) == set(settings.KEYS)
+    keys = set(settings.flatten(yaml.safe_load(text)))
+    assert {key for key in keys if not key.startswith(settings.OWN)} == set(settings.KEYS)
     for above, line in itertools.pairwise(text.splitlines()):
         if re.match(r"  \w+:", line):
             assert re.search(r" # \S", line) or re.match(r"  # \S", above), line
@@ -52,6 +53,21 @@ def test_every_key_refuses_what_it_cannot_be_and_no_setting_can_be_changed():
             assert key in refusal(f"{key}={wrong}")
     with pytest.raises(pydantic.ValidationError, match="frozen"):
         make_config().training.seed = 1
+
+
+def test_a_key_of_ones_own_is_set_and_read_once_a_file_has_declared_it(tmp_path):
+    own = tmp_path / "own.yaml"
+    own.write_text("training: {my_entropy: 0.0}\n")
+
+    config = main.load_config(["--config", str(own), "training.my_entropy=0.01"])
+
+    assert config.training.my_entropy == 0.01
+    assert settings.experiment(config)["training.my_entropy"] == 0.01
+    assert "Did you mean training.my_entropy?" in refusal(
+        "--config", str(own), "training.my_entorpy=0.01")
+    assert "there is no such key" in refusal("training.my_entropy=0.01")
+    own.write_text("sampling: {my_entropy: 0.0}\n")
+    assert "there is no such key" in refusal("--config", str(own))
 
 
 @pytest.mark.parametrize(("argument", "says"), [

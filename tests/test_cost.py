@@ -19,7 +19,7 @@ from conftest import (
 from processes import ranks
 
 import main
-from machinery import prompts, sampling
+from machinery import fast, prompts, sampling
 
 
 def shapes_processed(model) -> list[tuple[int, int]]:
@@ -73,14 +73,14 @@ def test_learning_processes_each_prompt_once_a_micro_batch_and_pads_little(one_r
 def test_logits_for_all_tokens_never_exist_together(one_rank, monkeypatch):
     """They are computed in chunks, and again in the backward pass, so that none is kept."""
     chunks = []
-    output_logits = main.output_logits
+    output_logits = fast.output_logits
 
     def counted(model, states):
         chunks.append(len(states))
         return output_logits(model, states)
 
-    monkeypatch.setattr(main, "output_logits", counted)
-    monkeypatch.setattr(main, "LOGITS_PER_CHUNK", 40 * VOCABULARY)
+    monkeypatch.setattr(fast, "output_logits", counted)
+    monkeypatch.setattr(fast, "LOGITS_PER_CHUNK", 40 * VOCABULARY)
     answers = make_trajectories(32, longest=60)
     num_learned = sum(answer.num_tokens for answer in answers if answer.advantage)
 

@@ -40,7 +40,7 @@ def test_mlflow_gets_settings_metrics_and_files_of_a_resumed_run_in_one_run(tmp_
         result = ranks(1, run_main, *WITH_MLFLOW, f"training.max_steps={max_steps}",
                        "run.dir=my runs", cwd=tmp_path, **often)
         assert result.returncode == 0, result.stderr
-        assert ("sampled tokens differ" in result.stdout) == (max_steps == 1)
+        assert ("sampler and policy differ" in result.stdout) == (max_steps == 1)
 
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     client = mlflow.MlflowClient(uri)

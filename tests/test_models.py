@@ -91,17 +91,19 @@ def test_sharded_weights_of_two_ranks_get_the_gradient_of_plain_passes(folder_of
 
 
 @pytest.mark.parametrize("name, reason", [
-    ("mamba", "MambaForCausalLM cannot be trained here (ValueError: it returns no KV cache"),
-    ("bart", "BartForCausalLM cannot be trained here: log-probabilities differ from its own"),
+    ("mamba", "(ValueError: it returns no KV cache"),
+    ("bart", ": log-probabilities of FastPolicy differ from Policy's by"),
     # The library's own cache of it is wrong.
-    ("zamba2", "Zamba2ForCausalLM cannot be trained here: log-probabilities while sampling differ"),
+    ("zamba2", ": log-probabilities while sampling differ from the model's own by"),
 ])
 def test_what_cannot_be_trained_is_one_line_that_names_the_architecture(
         name, reason, folder_of, tmp_path, capsys):
     code = start([*SMALL, f"model.name={folder_of(name)}", f"run.dir={tmp_path}"])
 
     said = capsys.readouterr().err
-    assert code == 2 and reason in said and "Traceback" not in said
+    assert code == 2 and "Traceback" not in said
+    assert f"{name.title()}ForCausalLM cannot be trained here, with model.fast=true" in said
+    assert reason in said
 
 
 # ---------------------------------------------------------------- the check
@@ -114,8 +116,38 @@ def ignore_padding(monkeypatch):
 
 
 def forget_the_temperature(monkeypatch):
-    always_1 = property(lambda policy: 1.0, lambda policy, temperature: None)
-    monkeypatch.setattr(main.Policy, "temperature", always_1, raising=False)
+    def log_probs_of_tokens(policy, logits, tokens):
+        log_probs = logits.float().log_softmax(-1)
+        return log_probs.gather(-1, tokens[:, None])[:, 0], logits.sum(-1)
+
+    monkeypatch.setattr(main.Policy, "log_probs_of_tokens", log_probs_of_tokens)
+
+
+def shift_by_one(monkeypatch):
+    def forward(policy, answers):
+        log_probs, entropies = own_forward(policy, answers)
+        return log_probs.roll(1), entropies
+
+    own_forward = main.Policy.forward
+    monkeypatch.setattr(main.Policy, "forward", forward)
+
+
+def take_the_likeliest(monkeypatch):
+    def generate_plain(sampler, prompts, settings, on_ended):
+        settings.top_k = 1
+        return own_generate(sampler, prompts, settings, on_ended)
+
+    own_generate = main.generate_plain
+    monkeypatch.setattr(main, "generate_plain", generate_plain)
+
+
+def drop_the_stop_token(monkeypatch):
+    def generate_plain(sampler, prompts, settings, on_ended):
+        completions = own_generate(sampler, prompts, settings, on_ended)
+        return [(ids[:-1] or ids, log_probs[:-1] or log_probs) for ids, log_probs in completions]
+
+    own_generate = main.generate_plain
+    monkeypatch.setattr(main, "generate_plain", generate_plain)
 
 
 def mix_rows_up(monkeypatch):
@@ -123,10 +155,14 @@ def mix_rows_up(monkeypatch):
     monkeypatch.setattr(sampling, "keep_rows", lambda cache, rows: keep_rows(cache, rows.roll(1)))
 
 
+OF_POLICY = "log-probabilities of Policy differ from the model's own"
+OF_SAMPLING = "log-probabilities while sampling differ from the model's own"
+
+
 @pytest.mark.parametrize("fault, what", [
-    (ignore_padding, "log-probabilities differ"),
-    (forget_the_temperature, "log-probabilities differ"),
-    (mix_rows_up, "log-probabilities while sampling differ"),
+    (ignore_padding, "log-probabilities of FastPolicy differ from Policy's"),
+    (forget_the_temperature, OF_POLICY),
+    (mix_rows_up, OF_SAMPLING),
 ])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_the_check_notices_a_fault_in_any_precision(
@@ -138,7 +174,36 @@ def test_the_check_notices_a_fault_in_any_precision(
                   f"run.dir={tmp_path}"])
 
     assert code == 2
-    assert f"Qwen2ForCausalLM cannot be trained here: {what}" in capsys.readouterr().err
+    assert what in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("edit, fast_says, plain_says", [
+    (forget_the_temperature, "Policy.log_probs_of_tokens in main.py is edited", OF_POLICY),
+    (shift_by_one, "Policy.forward in main.py is edited", OF_POLICY),
+    (take_the_likeliest, "generate_plain in main.py is edited", "generate_plain in main.py is"),
+    (drop_the_stop_token, "generate_plain in main.py is edited", "generate_plain in main.py is"),
+])
+def test_an_edit_of_the_plain_way_ends_a_fast_run_and_a_plain_run_tells_of_it(
+        edit, fast_says, plain_says, monkeypatch, tmp_path, capsys):
+    edit(monkeypatch)
+    keys = [*SMALL, "training.max_steps=0", "sampling.temperature=0.7", f"run.dir={tmp_path}"]
+
+    fast = start(keys)
+    said_fast = capsys.readouterr().err
+    plain = start([*keys, "model.fast=false"])
+    said_plain = capsys.readouterr().out
+
+    assert fast == 2 and fast_says in said_fast and "set model.fast=false" in said_fast
+    assert plain == 0 and f"note: {plain_says}" in said_plain
+
+
+@pytest.mark.house
+def test_the_fast_way_was_written_for_the_plain_way_of_main_py():
+    """If main.py has changed on purpose, see that machinery/fast.py still does what it says. Then
+    write the new digests into machinery/check.py."""
+    parts = {check.FORWARD: main.Policy.forward, check.GENERATE: main.generate_plain,
+             check.LOG_PROBS: main.Policy.log_probs_of_tokens}
+    assert {name: check.digest_of(part) for name, part in parts.items()} == check.AS_WRITTEN
 
 
 def test_the_check_notices_noise_that_a_model_adds_only_while_it_learns(folder_of, one_rank):
@@ -147,8 +212,9 @@ def test_the_check_notices_noise_that_a_model_adds_only_while_it_learns(folder_o
         if hasattr(layer, "router_jitter_noise"):
             layer.router_jitter_noise = 0.3
 
-    with pytest.raises(UserError, match="PhimoeForCausalLM cannot be trained here: log-prob"):
-        check.check_model(run.policy, run.sampler, LONG, 0, run.config)
+    plain = main.Policy(run.sampler, run.config)
+    with pytest.raises(UserError, match="PhimoeForCausalLM cannot be trained here.*while learning"):
+        check.check_model(plain, run.policy, None, main.generate_plain, LONG, 0, run.config)
 
 
 # ---------------------------------------------------------------- parts that no text goes through

@@ -129,15 +129,15 @@ def test_the_table_of_mistakes_is_that_of_its_file_and_each_mistake_is_one_of_ma
 
 def show_first_group(folder: str, *arguments: str):
     """A run that writes down the first group of rank 0, with its advantages."""
-    compare, groups = main.compute_advantages, []
+    compare = main.compute_advantages
 
-    def compare_and_show(group, *others):
-        chosen = compare(group, *others)
-        groups.append([[answer.completion, answer.num_tokens, answer.reward, answer.advantage]
-                       for answer in group])
-        if main.RANK == 0 and len(groups) == 1:
-            Path(folder, "group.json").write_text(json.dumps(groups[0]))
-        return chosen
+    def compare_and_show(groups, *others):
+        answers = compare(groups, *others)
+        if main.RANK == 0:
+            first = [[answer.completion, answer.num_tokens, answer.reward, answer.advantage]
+                     for answer in groups[0]]
+            Path(folder, "group.json").write_text(json.dumps(first))
+        return answers
 
     main.compute_advantages = compare_and_show
     run_without_curves(*arguments)
