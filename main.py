@@ -24,14 +24,14 @@ right answers more likely. After 60 steps, two minutes on two CPU cores, a 1.4 M
 that already knew the format has gone from 39 % to 97 % right answers to questions it never trained
 on.
 
-This is Dr. GRPO, "GRPO done right" (Liu et al. 2025). Compared with GRPO as it was published, four
-things are deleted. Each is a key of config.yaml and a function in the last section, "Variants",
-together with what other papers do.
+This is Dr. GRPO, "GRPO done right" (Liu et al. 2025), with one update per batch. Compared with GRPO
+as it was published, four things are deleted. Each is a key of config.yaml and a function in the
+last section, "Variants", together with what other papers do.
 
   - The advantage isn't divided by the standard deviation of the group's rewards.
   - The loss isn't divided by the length of each answer.
   - No KL penalty holds the policy close to the model it started from.
-  - No ratio of probabilities is clipped: here each batch gets one update, and the ratio is 1.
+  - No ratio of probabilities is clipped, because with one update per batch the ratio is 1.
 
 How to run it:
 
@@ -41,10 +41,10 @@ How to run it:
 How to read it: skim the two data classes, then read on from `training_step` to the end of part 6.
 All ranks hold the same weights. "Collective" in a docstring means that all ranks have to call it.
 Two functions are shown in their plain form, `generate_plain` and `Policy.forward`. By default,
-`generate_fast` and `FastPolicy` of machinery/ run instead and give the same numbers sooner. Before
-each run, `check_model` compares the plain ones with code that shares no line with this file, and
-the fast ones with these. If any differ by more than rounding, the run doesn't start. To edit the
-plain ones, set model.fast=false: then they run.
+`generate_fast` and `FastPolicy` of machinery/ run instead: the same distribution and the same
+log-probabilities in less time. Before each run, `check_model` compares all four with the model's
+own forward pass, by code that shares no line with this file, and ends the run if they differ (see
+`prepare`). To edit the plain ones, set model.fast=false: then they run.
 """
 
 import machinery  # noqa: F401, I001  First, because it prints a line before the slow imports below.
@@ -92,12 +92,10 @@ class Trajectory:
     reward_parts: dict[str, float] = field(default_factory=dict)
     reward: float = 0.0
     advantage: float | torch.Tensor = 0.0  # (tokens,) if you want one for each token
-    # Log-probabilities, (tokens,): while sampling (for the log), by the policy before its first
-    # update on this answer (for the log, and for ratios), and by the model as it was loaded (for a
-    # KL penalty).
-    sampler_log_probs: torch.Tensor | None = None
-    old_log_probs: torch.Tensor | None = None
-    reference_log_probs: torch.Tensor | None = None
+    # Log-probabilities, each (tokens,):
+    sampler_log_probs: torch.Tensor | None = None    # while sampling; for the log
+    old_log_probs: torch.Tensor | None = None        # before the first update; also for the log
+    reference_log_probs: torch.Tensor | None = None  # of the model as it was loaded; a variant
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -108,7 +106,7 @@ class Trajectory:
         return len(self.completion_ids)
 
     @property
-    def advantages(self) -> torch.Tensor:
+    def token_advantages(self) -> torch.Tensor:
         """The advantage as a tensor, (tokens,), whichever of the two it is."""
         return torch.as_tensor(self.advantage, dtype=torch.float64).expand(self.num_tokens)
 
@@ -116,7 +114,7 @@ class Trajectory:
 @dataclass
 class Run:
     """What the functions below share. `model`, `sampler` and `policy` have one copy of the weights
-    (in mixed precision and with `shard`, the sampler has its own). A step changes nothing but the
+    (in mixed precision, or with `shard`, the sampler has its own). A step changes nothing but the
     weights, the state of `optimizer`, `step`, `best` and `last_evaluation`, so a checkpoint holds
     just that."""
 
@@ -349,7 +347,8 @@ def policy_gradient(
     # The gradients of micro-batches add up on their rank, and ranks share the sums once, in the
     # last backward pass. So ranks may have different numbers of micro-batches, but each has at
     # least one: for a rank with nothing to learn from, `split_into_micro_batches` makes up an
-    # answer without tokens. Its loss is an empty sum, and its gradient is 0.
+    # answer without tokens. Its loss is an empty sum, and its gradient is 0. (`Sharded` shares in
+    # each backward pass, and then all ranks get equally many micro-batches.)
     micro_batches = split_into_micro_batches(learned, training)
     for batch in run.log.progress(micro_batches):
         is_last = batch is micro_batches[-1]
@@ -407,7 +406,8 @@ class Policy(nn.Module):
         logits = at_least_float32(logits) / self.config.sampling.temperature
         log_probs = logits.log_softmax(-1)  # (tokens, vocabulary)
         token_log_probs = log_probs.gather(-1, tokens[:, None])[:, 0]  # (tokens,)
-        with torch.no_grad():  # To learn from entropies, take this line away and dedent the next.
+        # To learn from entropies, take them out of `no_grad` (and see `is_learned_from`).
+        with torch.no_grad():
             entropies = -(log_probs.exp() * log_probs).sum(-1)  # (tokens,)
         return token_log_probs, entropies
 
@@ -446,7 +446,7 @@ def policy_loss(
     Why this normalizer? A constant only sets the scale. AdamW nearly cancels it, and only the limit
     max_grad_norm notices. Dividing by each answer's length would give tokens of short answers more
     weight. As sums are over all ranks, it doesn't matter which rank or micro-batch it's in."""
-    advantages = torch.cat([answer.advantages for answer in batch]).to(log_probs)  # (tokens,)
+    advantages = torch.cat([answer.token_advantages for answer in batch]).to(log_probs)
     objective = advantages * log_probs  # (tokens,)
     normalizer = totals["answers"] * training.max_new_gen_tokens
     watched = {}
@@ -462,7 +462,7 @@ def is_learned_from(answer: Trajectory, training: TrainingSettings) -> bool:
     one for every answer, say so here."""
     if is_masked(answer, training):  # a variant
         return False
-    return bool(answer.advantages.any()) or training.kl_beta > 0  # KL: a variant
+    return bool(answer.token_advantages.any()) or training.kl_beta > 0  # KL: a variant
 
 
 def learning_rate_at(step: int, training: TrainingSettings) -> float:
@@ -531,8 +531,8 @@ def train(run: Run) -> None:
     """Trains until step `max_steps`. A run that was stopped resumes at its newest checkpoint.
     Collective."""
     training = run.config.training
-    # A run begins and ends with an evaluation. If it's started again with a smaller max_steps, at a
-    # step that wasn't evaluated, the last one is missing.
+    # A run begins and ends with an evaluation. After a restart with a smaller max_steps, the loop
+    # below may have nothing to do, and the last evaluation is made here.
     if run.step in (0, training.max_steps) and run.last_evaluation != run.step:
         evaluate_and_keep_best(run)
         save(run)
@@ -576,16 +576,17 @@ def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
         optimizer = torch.optim.AdamW(  # `learn` sets the learning rate of each step.
             policy.parameters(), lr=0.0, betas=training.adam_betas,
             weight_decay=training.weight_decay, fused=True)
-        # This makes two backward passes without gradient and a step with learning rate 0, and sets
-        # AdamW's step counter back to 0. Now AdamW has its state, which `restore` can fill, and
-        # DistributedDataParallel has settled how it sums gradients.
+        # Two backward passes whose gradient is 0, and an uncounted step with learning rate 0. Now
+        # AdamW has its state, which `restore` can fill, and DistributedDataParallel has settled how
+        # it sums gradients.
         warm_up(policy, optimizer)
         any_prompt = encode_prompt(training_rows[0], task, tokenizer, config)
-        # On three made-up answers and 20 greedily sampled tokens, this compares the plain Policy,
-        # and the `generate` that will run, with passes of the model itself: one answer at a time,
-        # without padding or cache. FastPolicy, `policy` and `reference` are compared with the plain
-        # Policy. If the mean difference in float32 exceeds 0.001 nats per token (0.2 in other
-        # precisions, and less for FastPolicy), the run ends here.
+        # This compares, on three made-up answers and on 20 greedily sampled tokens,
+        #   Policy, generate_plain, generate_fast  with passes of the model itself, one answer at a
+        #                                          time, without padding or cache
+        #   FastPolicy, `policy`, `reference`      with Policy
+        # If a mean difference exceeds 0.001 nats per token in float32 (0.2 in other precisions, and
+        # less for FastPolicy), the run ends here.
         check_model(Policy(sampler, config), policy, reference, generate_plain, any_prompt,
                     stop_ids[0], config)
         restored = folder.restore(model, optimizer)  # step, best and last_evaluation
@@ -615,9 +616,10 @@ def make_policy(model: nn.Module, config: Config) -> nn.Module:
 #     q     = reference / policy: its probability by the model as it was loaded, divided by what it
 #             is now
 #
-# Its keys are scale_rewards=group, loss_normalizer=sequence, kl_beta=0.04, kl_in=loss and, with
-# several updates_per_batch, clip=[0.2,0.2]. The defaults are none, max_length, 0, reward, 1 and
-# null.
+# Its keys, each with its default and with its value for GRPO:
+#     scale_rewards    none        group             updates_per_batch  1     2, for example
+#     loss_normalizer  max_length  sequence          clip               null  [0.2, 0.2]
+#     kl_beta          0           0.04              kl_in              reward  loss
 
 def imitate_best(group: list[Trajectory], training: TrainingSettings) -> list[Trajectory]:
     """Self-imitation (after Oh et al. 2018). Key: `learning_type: sil`.

@@ -101,7 +101,7 @@ def groups_with_signal(run: Run, row: dict | None) -> Iterator[tuple[list, list,
 
 def has_signal(run: Run, answers: list[Trajectory]) -> bool:
     for answer in answers:
-        if answer.advantages.any() and main.is_learned_from(answer, run.config.training):
+        if answer.token_advantages.any() and main.is_learned_from(answer, run.config.training):
             return True
     return False
 
@@ -207,15 +207,15 @@ def shown_answer(run: Run, answer: Trajectory, most: int) -> dict[str, Any]:
     """Returns an answer as the page holds it, with at most so many of its tokens."""
     change = answer.after - answer.before  # (tokens,)
     has_moved = change.abs() > MOVED
-    is_learned = answer.old_log_probs is not None and bool(answer.advantages.any())
+    is_learned = answer.old_log_probs is not None and bool(answer.token_advantages.any())
     share_as_meant = None
     if is_learned and has_moved.any():
-        is_as_meant = change * answer.advantages.to(change) > 0
+        is_as_meant = change * answer.token_advantages.to(change) > 0
         share_as_meant = float(is_as_meant[has_moved].float().mean())
     return {
         "reward": answer.reward,
         "parts": describe_parts(answer),
-        "advantage": float(answer.advantages.mean()),  # By default all tokens have the same.
+        "advantage": float(answer.token_advantages.mean()),  # By default all tokens have the same.
         "verdict": verdict(run, answer),
         "length": answer.num_tokens,
         "change": float(change.mean()),

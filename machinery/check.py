@@ -60,9 +60,10 @@ def check_model(
     hint = ", with model.fast=true" if config.model.fast else ""
     with errors_on_all_ranks(), as_user_error(f"{name} cannot be trained here{hint}"):
         follow_edits(edited, config)
-        generate = generate_fast if config.model.fast else generate_plain
         differences = compare_policies(plain, policy, reference, text, stop_id, config)
-        differences |= compare_sampling(generate, plain, text, config)
+        differences |= compare_sampling(generate_plain, plain, text, config)
+        if config.model.fast:
+            differences |= compare_sampling(generate_fast, plain, text, config)
         for what, (difference, allowed) in differences.items():
             if difference <= allowed:  # It may be nan.
                 continue
@@ -214,8 +215,8 @@ def compare_sampling(
     allowed = ALLOWED[config.model.precision]
     scale = min(1.0, temperature)
     return {
-        "log-probabilities while sampling differ from the model's own": (
+        f"log-probabilities noted by {generate.__name__} differ from the model's own": (
             scale * mean_difference(torch.cat(noted), torch.cat(own)), allowed),
-        "logits of greedily sampled tokens differ from the highest": (
+        f"logits of tokens that {generate.__name__} sampled greedily differ from the highest": (
             float(torch.cat(behind_likeliest).mean()), allowed),
     }

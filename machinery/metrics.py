@@ -177,7 +177,7 @@ def change_metrics(
     advantages = []
     for batch, log_probs, _ in measure_in_batches(policy, learned, training):
         changes.append(log_probs - torch.cat([answer.old_log_probs for answer in batch]))
-        advantages += [answer.advantages for answer in batch]
+        advantages += [answer.token_advantages for answer in batch]
     advantage = torch.cat(advantages)  # (tokens,)
     # A KL penalty alone may be what a token learns from.
     change = torch.cat(changes).cpu()[advantage != 0]

@@ -20,8 +20,8 @@ class MadeUpAnswer:
         self.prompt_ids = list(prompt_ids)
         self.completion_ids = list(completion_ids)
         self.num_tokens = len(completion_ids)
-        self.advantages = torch.zeros(self.num_tokens)
-        self.sampler_log_probs = self.advantages
+        self.token_advantages = torch.zeros(self.num_tokens)
+        self.sampler_log_probs = self.token_advantages
         self.old_log_probs = torch.zeros(self.num_tokens, device=DEVICE)
         self.reference_log_probs = self.old_log_probs
 

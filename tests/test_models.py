@@ -94,7 +94,7 @@ def test_sharded_weights_of_two_ranks_get_the_gradient_of_plain_passes(folder_of
     ("mamba", "(ValueError: it returns no KV cache"),
     ("bart", ": log-probabilities of FastPolicy differ from Policy's by"),
     # The library's own cache of it is wrong.
-    ("zamba2", ": log-probabilities while sampling differ from the model's own by"),
+    ("zamba2", ": log-probabilities noted by generate_plain differ from the model's own by"),
 ])
 def test_what_cannot_be_trained_is_one_line_that_names_the_architecture(
         name, reason, folder_of, tmp_path, capsys):
@@ -156,7 +156,7 @@ def mix_rows_up(monkeypatch):
 
 
 OF_POLICY = "log-probabilities of Policy differ from the model's own"
-OF_SAMPLING = "log-probabilities while sampling differ from the model's own"
+OF_SAMPLING = "log-probabilities noted by generate_fast differ from the model's own"
 
 
 @pytest.mark.parametrize("fault, what", [
