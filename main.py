@@ -454,6 +454,7 @@ def policy_loss(
         objective, watched = variant_objective(advantages, log_probs, batch, training)
     if training.loss_normalizer != "max_length":  # a variant
         normalizer = variant_normalizer(batch, totals, training, log_probs)
+    # A term of your own goes here, where no variant replaces it.
     return -(objective / normalizer).sum(), watched
 
 
