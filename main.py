@@ -25,8 +25,8 @@ that already knew the format has gone from 39 % to 97 % right answers to questio
 on.
 
 This is Dr. GRPO, "GRPO done right" (Liu et al. 2025), with one update per batch. Compared with GRPO
-as it was published, four things are deleted. Each is a key of config.yaml and a function in the
-last section, "Variants", together with what other papers do.
+as it was published, four things are deleted. Keys of config.yaml bring them back. The code is in
+the last section, "Variants", together with what other papers do.
 
   - The advantage isn't divided by the standard deviation of the group's rewards.
   - The loss isn't divided by the length of each answer.
@@ -39,12 +39,13 @@ How to run it:
     python main.py training.seed=1         as one process, with one setting changed
 
 How to read it: skim the two data classes, then read on from `training_step` to the end of part 6.
-All ranks hold the same weights. "Collective" in a docstring means that all ranks have to call it.
+All ranks hold the same weights (with `shard`, a part each). "Collective" in a docstring means that
+all ranks have to call it.
+
 Two functions are shown in their plain form, `generate_plain` and `Policy.forward`. By default,
 `generate_fast` and `FastPolicy` of machinery/ run instead: the same distribution and the same
-log-probabilities in less time. Before each run, `check_model` compares all four with the model's
-own forward pass, by code that shares no line with this file, and ends the run if they differ (see
-`prepare`). To edit the plain ones, set model.fast=false: then they run.
+log-probabilities in less time. Before each run, `check_model` compares the four, and `prepare` says
+with what. To edit the plain ones, set model.fast=false: then they run.
 """
 
 import machinery  # noqa: F401, I001  First, because it prints a line before the slow imports below.
@@ -445,7 +446,8 @@ def policy_loss(
 
     Why this normalizer? A constant only sets the scale. AdamW nearly cancels it, and only the limit
     max_grad_norm notices. Dividing by each answer's length would give tokens of short answers more
-    weight. As sums are over all ranks, it doesn't matter which rank or micro-batch it's in."""
+    weight. Sums are over all ranks, so it doesn't matter which rank or micro-batch has an answer.
+    """
     advantages = torch.cat([answer.token_advantages for answer in batch]).to(log_probs)
     objective = advantages * log_probs  # (tokens,)
     normalizer = totals["answers"] * training.max_new_gen_tokens
@@ -582,7 +584,8 @@ def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
         # it sums gradients.
         warm_up(policy, optimizer)
         any_prompt = encode_prompt(training_rows[0], task, tokenizer, config)
-        # This compares, on three made-up answers and on 20 greedily sampled tokens,
+        # By code that shares no line with this file, on three made-up answers and on 20 greedily
+        # sampled tokens, this compares
         #   Policy, generate_plain, generate_fast  with passes of the model itself, one answer at a
         #                                          time, without padding or cache
         #   FastPolicy, `policy`, `reference`      with Policy

@@ -1,10 +1,9 @@
 """A model is checked before it is trained: does everything that runs here leave it as it is?
 
-Three passes are compared. `own_log_probs` below is the model's own forward pass, one answer at a
-time, without padding, cache or chunks. It shares no line with main.py. `Policy` and
-`generate_plain` of main.py are the plain way, and are compared with it. `FastPolicy` and
-`generate_fast` are what runs by default, and are compared with the plain way. Where one of them
-is not exact, a run would learn from wrong numbers, and nothing would say so."""
+`own_logits` is the model's own forward pass, one answer at a time, without padding or cache. It
+shares no line with main.py. `Policy`, `generate_plain` and `generate_fast` are compared with it.
+`FastPolicy`, the policy that learns and the reference are compared with `Policy`. Where one of them
+isn't exact, a run would learn from wrong numbers, and nothing would say so."""
 
 import hashlib
 import inspect
@@ -26,16 +25,16 @@ from machinery.ranks import RANK, errors_on_all_ranks
 from machinery.sampling import generate_fast
 from machinery.settings import Config
 
-# The mean absolute difference may be so many nats a token. In float32, rounding makes 1e-7 to 2e-5.
-# In mixed and bfloat16, which keep 8 bits of a number, it makes 0.002 to 0.06.
+# The mean absolute difference may be this many nats per token. In float32, rounding makes 1e-7 to
+# 2e-5. In mixed and bfloat16, which keep 8 bits of a number, it makes 0.002 to 0.06.
 ALLOWED = {"float32": 1e-3, "mixed": 0.2, "bfloat16": 0.2}
-# Between the fast and the plain way, with the same weights and in the same precision.
+# Between FastPolicy and Policy, with the same weights and in the same precision.
 ALLOWED_FAST = {"float32": 1e-4, "mixed": 0.1, "bfloat16": 0.1}
 NUM_SAMPLED = 20  # more than the 16 tokens after which `generate_fast` continues from its cache
 NO_STOP = [2**31 - 1]  # No token has this id, so all rows stay to the end.
 
-# The functions of main.py as they are written here, by `digest_of`. The fast way does what the
-# first two say, so with model.fast they may not be edited. It calls the third one.
+# Digests of the functions of main.py that the fast way was written for. It does what the first two
+# say, so with model.fast=true they may not be edited. It calls the third one.
 FORWARD, GENERATE, LOG_PROBS = "Policy.forward", "generate_plain", "Policy.log_probs_of_tokens"
 AS_WRITTEN = {
     FORWARD: "45022a2559c001ea",
@@ -49,7 +48,7 @@ def check_model(
     plain: nn.Module, policy: nn.Module, reference: nn.Module | None, generate_plain: Callable,
     prompt: list[int], stop_id: int, config: Config,
 ) -> None:
-    """Refuses a model that is not the same in all that runs here. Collective.
+    """Ends the run if one of the comparisons above fails. Collective.
 
     `plain` is the plain policy of the sampler, which is whole on each rank, also where the policy
     is sharded. In mixed precision it is a copy in bfloat16. `prompt` is any prompt."""
@@ -194,9 +193,9 @@ def mean_difference(one: torch.Tensor, other: torch.Tensor) -> float:
 def compare_sampling(
     generate: Callable, plain: nn.Module, text: list[int], config: Config
 ) -> dict[str, tuple[float, float]]:
-    """Samples the likeliest tokens. Compares the log-probabilities that were noted of them, and the
-    tokens with the likeliest ones. Rounding may choose another token, but only one with nearly the
-    same logit."""
+    """Samples the likeliest tokens. Compares their noted log-probabilities, and the tokens with the
+    likeliest ones. Rounding may choose a different token, but only one with nearly the same logit.
+    """
     long, short = split_text(text)
     prompts = [long, short, long]
     temperature = config.sampling.temperature

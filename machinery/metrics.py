@@ -150,16 +150,15 @@ def memory_metrics() -> dict[str, float]:
 
 
 def sampler_metrics(learned: list) -> dict[str, float]:
-    """Returns how far the sampler and the policy are apart before the update, in nats a token, on
-    the answers that are learned from: the mean and the largest difference of what both say of the
-    sampled tokens. Collective."""
+    """Compares the log-probabilities that the sampler and the policy give to the tokens that are
+    learned from, before the update. Returns the mean and the largest difference. Collective."""
     differences = [torch.zeros(0)]
     for answer in learned:
         differences.append((answer.sampler_log_probs - answer.old_log_probs.cpu()).abs())
     difference = torch.cat(differences).double()  # (tokens,)
     sums = sum_over_ranks({
         "learned": len(learned), "tokens": len(difference), "difference": float(difference.sum())})
-    largest = float(difference.max()) if len(difference) else -math.inf
+    largest = float(difference.max()) if len(difference) else 0.0
     largest = max_over_ranks({"largest": largest})["largest"]
     return {
         "learned": sums["learned"],
@@ -179,7 +178,7 @@ def change_metrics(
         changes.append(log_probs - torch.cat([answer.old_log_probs for answer in batch]))
         advantages += [answer.token_advantages for answer in batch]
     advantage = torch.cat(advantages)  # (tokens,)
-    # A KL penalty alone may be what a token learns from.
+    # A token without an advantage may learn from a KL penalty alone. It isn't counted here.
     change = torch.cat(changes).cpu()[advantage != 0]
     advantage = advantage[advantage != 0]
     is_as_meant = change * advantage > 0
