@@ -44,8 +44,8 @@ all ranks have to call it.
 
 Two functions are shown in their plain form, `generate_plain` and `Policy.forward`. By default,
 `generate_fast` and `FastPolicy` of machinery/ run instead: the same distribution and the same
-log-probabilities in less time. Before each run, `check_model` compares the four, and `prepare` says
-with what. To edit the plain ones, set model.fast=false: then they run.
+log-probabilities in less time. Before each run, `check_model` makes sure of that. With
+model.fast=false, the plain ones run, and then you can edit them.
 """
 
 import machinery  # noqa: F401, I001  First, because it prints a line before the slow imports below.
@@ -345,11 +345,9 @@ def policy_gradient(
     policy.train()  # Only gradient checkpointing needs this: dropout is 0.
     policy.zero_grad(set_to_none=False)  # DistributedDataParallel's buffers hold the gradients.
     statistics = UpdateStatistics()
-    # The gradients of micro-batches add up on their rank, and ranks share the sums once, in the
-    # last backward pass. So ranks may have different numbers of micro-batches, but each has at
-    # least one: for a rank with nothing to learn from, `split_into_micro_batches` makes up an
-    # answer without tokens. Its loss is an empty sum, and its gradient is 0. (`Sharded` shares in
-    # each backward pass, and then all ranks get equally many micro-batches.)
+    # Gradients of micro-batches add up on their rank, and ranks share the sums once, in the last
+    # backward pass. So each rank needs at least one micro-batch: if it has nothing to learn from,
+    # `split_into_micro_batches` makes up an answer without tokens, whose loss is an empty sum.
     micro_batches = split_into_micro_batches(learned, training)
     for batch in run.log.progress(micro_batches):
         is_last = batch is micro_batches[-1]
@@ -584,13 +582,10 @@ def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
         # it sums gradients.
         warm_up(policy, optimizer)
         any_prompt = encode_prompt(training_rows[0], task, tokenizer, config)
-        # By code that shares no line with this file, on three made-up answers and on 20 greedily
-        # sampled tokens, this compares
-        #   Policy, generate_plain, generate_fast  with passes of the model itself, one answer at a
-        #                                          time, without padding or cache
-        #   FastPolicy, `policy`, `reference`      with Policy
-        # If a mean difference exceeds 0.001 nats per token in float32 (0.2 in other precisions, and
-        # less for FastPolicy), the run ends here.
+        # On three made-up answers and 20 greedily sampled tokens, Policy, generate_plain and
+        # generate_fast are compared with the model's own forward pass, one answer at a time, and
+        # FastPolicy, `policy` and `reference` with Policy. The run ends here if a mean difference
+        # exceeds 0.001 nats per token (0.2 if not in float32, and less for FastPolicy).
         check_model(Policy(sampler, config), policy, reference, generate_plain, any_prompt,
                     stop_ids[0], config)
         restored = folder.restore(model, optimizer)  # step, best and last_evaluation
