@@ -14,7 +14,8 @@ its place. You give its path as `task.name`, and docs/tasks.md shows a short one
                                       the question. Every answer begins with the other.
 
 A row may also have a "group", which the evaluation reports apart. And it may have a "problem": rows
-with an equal one are never split between training and validation.
+with an equal one are never split between training and validation. If rows have "held_out": True,
+the questions to evaluate on are taken from them, and the others are trained on.
 """
 
 import json
@@ -56,15 +57,17 @@ def load(dataset: str, max_rows: int | None) -> list[dict]:
 
 
 def read_rows(dataset: str, max_rows: int | None, name: str | None = None) -> list[dict]:
-    """Returns the stored rows of a hub data set, a .parquet or .jsonl file, or a folder of files.
-    `name` chooses a configuration of a hub data set. Other tasks may use this function too."""
+    """Returns the stored rows of a .parquet or .jsonl file, a folder of such files, or a hub data
+    set, which is an id or id:split. `name` chooses a configuration of a hub data set. Other tasks
+    may use this function too."""
     files = _local_files(dataset)
     rows = []
     try:
         for file in files:
             rows += _read_file(file)
         if not files:
-            rows = load_dataset(dataset, name, split="train").to_list()
+            hub_id, _, hub_split = dataset.partition(":")
+            rows = load_dataset(hub_id, name, split=hub_split or "train").to_list()
     except Exception as error:  # Some messages are many lines, or none.
         reason = (str(error).splitlines() or ["it is empty"])[0]
         raise ValueError(

@@ -1,6 +1,7 @@
 """What a person sees of a run and what is kept of it. Nothing in here decides about training.
 
     runs/<name>/config.yaml      every setting, resolved
+    runs/<name>/main.py          the code, and task.py, the task's
     runs/<name>/metrics.jsonl    one object per step and per evaluation
     runs/<name>/samples.jsonl    the answers of each evaluation with their rewards
     runs/<name>/curves.png       accuracy, reward, length and the like over the steps
@@ -26,8 +27,9 @@ import yaml
 from torch import nn
 from tqdm.std import TRLock, tqdm
 
+from machinery.code import changed_files
 from machinery.errors import describe, errors_of_phase, shortened, visible
-from machinery.metrics import look_at_first_step
+from machinery.metrics import look_at_first_step, quality
 from machinery.ranks import DEVICE, RANK, WORLD_SIZE
 from machinery.runs import FILES, RunFolder
 from machinery.settings import ROOT, Config, flatten
@@ -82,8 +84,12 @@ class Logger:
         (self.path / "summary.json").unlink(missing_ok=True)  # Of an earlier start.
         lines = (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         self.history = [json.loads(line) for line in lines]
-        if self.folder.checkpoint:
+        if not self.folder.checkpoint:
+            self._tell_of_relative()
+        else:
             print(f"resuming from {self.folder.checkpoint}")
+            if self.folder.code_changed:
+                print(wrap(f"from here on with a different {self.folder.code_changed[0]}"))
             if step >= self.config.training.max_steps:
                 print("this run has finished: raise training.max_steps to train further")
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -98,6 +104,16 @@ class Logger:
         if self.config.logging.mlflow:
             self.mlflow = Thread(target=self._serve_mlflow, daemon=True)
             self.mlflow.start()
+
+    def _tell_of_relative(self) -> None:
+        """Says which run has the same settings, and how to continue it with this code. After an
+        update of the trainer, a job that starts once more would begin at step 0 unnoticed."""
+        for relative, state in self.folder.relatives()[:1]:
+            names = " and ".join(changed_files(state["code"], self.folder.code.texts))
+            print(wrap(
+                f"this is a new run: {relative}, at step {state['step']}, has the same settings "
+                f"but a different {names}. To continue that one with this code, add"))
+            print(f"run.name={relative.name} run.code={self.folder.code_digest}")
 
     # ------------------------------------------------------------ while it runs
 
@@ -162,7 +178,8 @@ class Logger:
     def how_it_was_made(self, step: int, metrics: dict[str, float]) -> dict[str, Any]:
         """Returns the settings, this evaluation, and the one before training."""
         evaluation = {"step": step, **metrics}
-        before_training = self.history[0] if self.history else evaluation
+        evaluations = [entry for entry in self.history if "eval/solved" in entry]
+        before_training = [*evaluations, evaluation][0]
         return {**evaluation, "before_training": before_training,
                 "settings": self.config.model_dump(mode="json")}
 
@@ -199,6 +216,10 @@ class Logger:
         print(f"the best model, of step {summary['best']['step']}, {where}")
         look = [sys.executable, str(ROOT / "examples/one_run.py"), str(self.path)]
         print(f"look at it: {shlex.join(look)}")
+        for relative, _ in self.folder.relatives()[:1]:
+            print(wrap(f"the same settings with different code are in {relative}, one seed each. "
+                       "To compare both:"))
+            print(shlex.join([*look, str(relative)]))
         if self.config.task.name == "countdown":
             ask = [sys.executable, str(ROOT / "examples/ask.py"), "--model", str(folder)]
             print(f"try it: {shlex.join([*ask, '3', '7', '25', '=', '68'])}")
@@ -210,7 +231,7 @@ class Logger:
 
     def _summary(self) -> dict[str, Any]:
         evaluations = [entry for entry in self.history if "eval/solved" in entry]
-        best = max(evaluations, key=lambda entry: (entry["eval/best_of_n"], entry["eval/solved"]))
+        best = max(evaluations, key=quality)
         return {"run": self.path.name, "folder": str(self.path), "steps": self.history[-1]["step"],
                 "seconds": round(self.folder.seconds(), 1),
                 "first": evaluations[0], "last": evaluations[-1], "best": best}

@@ -18,8 +18,8 @@ from 29, 30 and 3. A right answer ends with <answer>(30+29)-3</answer> and has t
 for being right and 0.1 for its format. A wrong answer in this format has 0.1. If two of eight
 answers are right, the mean reward is 0.35, so a right answer has the advantage +0.75 and a wrong
 one -0.25. A step has 2 ranks x 8 questions x 8 answers = 128 answers of at most 192 tokens each. So
-in the loss, each token of these right answers has its log-probability times -0.75 / (128 x 192),
-and each token of these wrong ones has it times +0.25 / (128 x 192). A step down the loss makes
+the loss is a sum with a term for each token: -0.75 / (128 x 192) * log-probability in these right
+answers, and +0.25 / (128 x 192) * log-probability in these wrong ones. A step down the loss makes
 right answers more likely. After 60 steps, two minutes on two CPU cores, a 1.4 M-parameter model
 that already knew the format has gone from 39 % to 97 % right answers to questions it never trained
 on.
@@ -37,15 +37,17 @@ How to run it:
 
     torchrun --nproc-per-node=2 main.py    on two GPUs, or as two processes on a CPU
     python main.py training.seed=1         as one process, with one setting changed
+    python main.py model.fast=false        with just the code below, in about twice the time
 
 How to read it: skim the two data classes, then read on from `training_step` to the end of part 6.
-All ranks hold the same weights (with `shard`, a part each). "Collective" in a docstring means that
-all ranks have to call it.
+All ranks hold the same weights (with training.shard, a part each). "Collective" in a docstring
+means that all ranks have to call it.
 
 Two functions are shown in their plain form, `generate_plain` and `Policy.forward`. By default,
 `generate_fast` and `FastPolicy` of machinery/ run instead: the same distribution and the same
-log-probabilities in less time. Before each run, `check_model` makes sure of that. With
-model.fast=false, the plain ones run, and then you can edit them.
+log-probabilities in less time. Before each run, `check_model` compares all four with the model's
+own forward pass, on a few tokens. To edit the plain ones, set model.fast=false: then they run, and
+the check only tells you how far off they are.
 """
 
 import machinery  # noqa: F401, I001  First, because it prints a line before the slow imports below.
@@ -63,9 +65,10 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from logger import Logger
 from machinery.check import check_model
+from machinery.code import code_of
 from machinery.fast import FastPolicy
 from machinery.metrics import (NOTHING_LEARNED, UpdateStatistics, count_skipped,
-                               evaluation_metrics, step_metrics)
+                               evaluation_metrics, quality, step_metrics)
 from machinery.model import (find_stop_ids, load_model, make_reference, make_sampler,
                              refresh_sampler, warm_up)
 from machinery.passes import (at_least_float32, autocast, measure_in_batches, pad_left, pad_right,
@@ -114,7 +117,7 @@ class Trajectory:
 
 @dataclass
 class Run:
-    """What the functions below share. `model`, `sampler` and `policy` have one copy of the weights
+    """What the functions below share. `model`, `sampler` and `policy` share one copy of the weights
     (in mixed precision, or with `shard`, the sampler has its own). A step changes nothing but the
     weights, the state of `optimizer`, `step`, `best` and `last_evaluation`, so a checkpoint holds
     just that."""
@@ -240,11 +243,11 @@ def generate_plain(
     By default `generate_fast` runs instead. It samples from the same distribution, but reads equal
     prompts once and drops answers from the batch as they end."""
     sampler.eval()
-    noted = NotedLogProbs(settings.temperature)  # `generate` shows it the logits of each token.
+    noted = NotedLogProbs(settings.temperature)  # `generate` shows it the model's own logits.
     ids, mask = pad_left(prompts, sampler.device)  # (answers, longest prompt)
     sequences = sampler.generate(
         ids, attention_mask=mask, generation_config=settings, logits_processor=[noted])
-    log_probs = noted.of_tokens(sequences)  # (answers, longest answer)
+    log_probs = noted.of_tokens(sequences)  # of the new tokens, (answers, longest answer)
     completions = []
     for row, new_ids in enumerate(sequences[:, ids.shape[1]:].tolist()):
         stops = [t for t, token in enumerate(new_ids) if token in settings.eos_token_id]
@@ -329,7 +332,7 @@ def learn(run: Run, answers: list[Trajectory]) -> list[dict[str, float]]:
         update = policy_gradient(run, learned, totals)
         updates.append(update)
         if update["non_finite"]:
-            break  # The loss or the gradient is inf or nan, on all ranks alike. The weights stay.
+            break  # The gradient that all ranks share is inf or nan. The weights stay.
         run.optimizer.step()
     refresh_sampler(run.sampler, run.model)  # By default they share their weights already.
     return updates
@@ -343,11 +346,11 @@ def policy_gradient(
     training = run.config.training
     policy = run.policy
     policy.train()  # Only gradient checkpointing needs this: dropout is 0.
-    policy.zero_grad(set_to_none=False)  # DistributedDataParallel's buffers hold the gradients.
+    policy.zero_grad(set_to_none=False)  # Gradients are parts of DistributedDataParallel's buffers.
     statistics = UpdateStatistics()
     # Gradients of micro-batches add up on their rank, and ranks share the sums once, in the last
     # backward pass. So each rank needs at least one micro-batch: if it has nothing to learn from,
-    # `split_into_micro_batches` makes up an answer without tokens, whose loss is an empty sum.
+    # `split_into_micro_batches` makes up an answer without tokens, and its loss is an empty sum.
     micro_batches = split_into_micro_batches(learned, training)
     for batch in run.log.progress(micro_batches):
         is_last = batch is micro_batches[-1]
@@ -454,7 +457,7 @@ def policy_loss(
         objective, watched = variant_objective(advantages, log_probs, batch, training)
     if training.loss_normalizer != "max_length":  # a variant
         normalizer = variant_normalizer(batch, totals, training, log_probs)
-    # A term of your own goes here, where no variant replaces it.
+    # Add a term of your own to `objective` here, after the variants, which may replace it.
     return -(objective / normalizer).sum(), watched
 
 
@@ -494,22 +497,23 @@ def evaluate(run: Run) -> list[list[Trajectory]] | None:
 
 
 def evaluate_and_keep_best(run: Run) -> None:
-    """Evaluates the model, and saves it if it's the best so far. Collective.
+    """Evaluates the model, and saves it as the last one, and perhaps as the best. Collective.
 
-    "eval/solved" is the share of right answers. "eval/best_of_n" is the share of questions for
-    which the answer with the highest reward is right. For example, of 100 questions with 4 answers
-    each, 60 have one right answer and the others none: then solved is 0.15 and best_of_n is 0.60,
-    if a right answer always has a higher reward than a wrong one."""
+    The best is the one with the highest "eval/solved", the share of right answers. If two are
+    equal, "eval/best_of_n" decides, the share of questions for which the answer with the highest
+    reward is right. For example, of 100 questions with 4 answers each, 60 have one right answer and
+    the others none: then solved is 0.15 and best_of_n is 0.60, if a right answer always has a
+    higher reward than a wrong one."""
     groups = evaluate(run)
     run.last_evaluation = run.step
     if groups is None:
-        return  # Only rank 0 has the answers, and only rank 0 saves: the sampler, which is whole.
+        return  # Only rank 0 has the answers. It saves the sampler, which is never sharded.
     metrics = evaluation_metrics(groups, run.task)
-    quality = [metrics["eval/best_of_n"], metrics["eval/solved"]]  # compared in this order
-    if quality > run.best:
-        run.best = quality
-        run.folder.save_best(run.sampler, run.model.generation_config, run.tokenizer,
-                             run.log.how_it_was_made(run.step, metrics))
+    is_best = quality(metrics) > run.best
+    if is_best:
+        run.best = quality(metrics)
+    run.folder.save_model(run.sampler, run.model.generation_config, run.tokenizer,
+                          run.log.how_it_was_made(run.step, metrics), is_best)
     run.log.evaluation(run.step, metrics, groups)
 
 
@@ -521,7 +525,8 @@ def evaluate_and_keep_best(run: Run) -> None:
 def main(arguments: list[str]) -> None:
     with errors_on_all_ranks():
         config = load_config(arguments)
-    with RunFolder(config) as folder, Logger(config, folder) as log:
+        code = code_of(main, config)  # A run resumes only with the code that made it.
+    with RunFolder(config, code) as folder, Logger(config, folder) as log:
         run = prepare(config, folder, log)
         log.start(run.step, run.task, run.model, len(run.training_rows), len(run.validation_rows))
         train(run)
@@ -532,8 +537,8 @@ def train(run: Run) -> None:
     """Trains until step `max_steps`. A run that was stopped resumes at its newest checkpoint.
     Collective."""
     training = run.config.training
-    # A run begins and ends with an evaluation. After a restart with a smaller max_steps, the loop
-    # below may have nothing to do, and the last evaluation is made here.
+    # A run begins and ends with an evaluation. If max_steps was lowered to the step of the
+    # checkpoint, the loop below has nothing to do, and the last evaluation is made here.
     if run.step in (0, training.max_steps) and run.last_evaluation != run.step:
         evaluate_and_keep_best(run)
         save(run)
@@ -569,6 +574,7 @@ def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
         if training.kl_beta:
             reference = make_policy(make_reference(model, config), config)
     with log.phase("prepare"):
+        folder.check_data(training_rows, validation_rows)  # Different ones are refused.
         policy = make_policy(model, config)
         if training.shard:  # Each rank keeps a part of every weight.
             policy = Sharded(policy)
@@ -578,14 +584,14 @@ def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
             policy.parameters(), lr=0.0, betas=training.adam_betas,
             weight_decay=training.weight_decay, fused=True)
         # Two backward passes whose gradient is 0, and an uncounted step with learning rate 0. Now
-        # AdamW has its state, which `restore` can fill, and DistributedDataParallel has settled how
-        # it sums gradients.
+        # AdamW has its state, which `restore` can fill. And DistributedDataParallel has settled in
+        # which order it sums, so that a resumed run sums as one that was never stopped.
         warm_up(policy, optimizer)
         any_prompt = encode_prompt(training_rows[0], task, tokenizer, config)
-        # On three made-up answers and 20 greedily sampled tokens, Policy, generate_plain and
-        # generate_fast are compared with the model's own forward pass, one answer at a time, and
-        # FastPolicy, `policy` and `reference` with Policy. The run ends here if a mean difference
-        # exceeds 0.001 nats per token (0.2 if not in float32, and less for FastPolicy).
+        # On three made-up answers and 20 greedily sampled tokens, this compares Policy,
+        # generate_plain and generate_fast with the model's own forward pass, one answer at a time.
+        # It also compares FastPolicy, `policy` and `reference` with Policy. The run ends here if a
+        # mean difference exceeds 0.001 nats per token, or 0.2 if not in float32.
         check_model(Policy(sampler, config), policy, reference, generate_plain, any_prompt,
                     stop_ids[0], config)
         restored = folder.restore(model, optimizer)  # step, best and last_evaluation
@@ -615,17 +621,18 @@ def make_policy(model: nn.Module, config: Config) -> nn.Module:
 #     q     = reference / policy: its probability by the model as it was loaded, divided by what it
 #             is now
 #
-# Its keys, each with its default and with its value for GRPO:
-#     scale_rewards    none        group             updates_per_batch  1     2, for example
-#     loss_normalizer  max_length  sequence          clip               null  [0.2, 0.2]
-#     kl_beta          0           0.04              kl_in              reward  loss
+# Its keys, each with its default -> its value for GRPO:
+#     scale_rewards: none -> group                  updates_per_batch: 1 -> 2, for example
+#     loss_normalizer: max_length -> sequence       clip: null -> [0.2, 0.2]
+#     kl_beta: 0 -> 0.04                            kl_in: reward -> loss
 
 def imitate_best(group: list[Trajectory], training: TrainingSettings) -> list[Trajectory]:
-    """Self-imitation (after Oh et al. 2018). Key: `learning_type: sil`.
+    """Self-imitation (after Oh et al. 2018). Keys: `learning_type: sil`, `k_best_of_n: [k, n]`.
 
-    The model imitates the k best of n answers and learns from nothing else. Each of them has the
-    advantage 1, or 0 if its reward isn't above 0. With equal rewards, earlier answers win."""
-    k = training.k_best_of_n[0]  # The key is [k, n], and n is what `group_size` says.
+    The model samples n answers, imitates the k best of them, and learns from nothing else. Each of
+    these has the advantage 1, or 0 if its reward isn't above 0. With equal rewards, earlier answers
+    win."""
+    k = training.k_best_of_n[0]
     ranked = sorted(group, key=lambda answer: answer.reward, reverse=True)
     for answer in ranked[:k]:
         answer.advantage = 1.0 if answer.reward > 0 else 0.0
@@ -680,7 +687,7 @@ def variant_objective(
     watched = {}
     if training.kl_beta and training.kl_in == "reward":
         advantages = advantages - training.kl_beta * kl_in_reward(log_probs, batch)
-    if training.updates_per_batch == 1:
+    if training.updates_per_batch == 1:  # The ratio is 1, so `ratio` and `clip` change nothing.
         objective = advantages * log_probs
     else:
         objective, is_clipped = ratio_objective(advantages, log_probs, batch, training)
@@ -733,8 +740,8 @@ def kl_in_reward(log_probs: torch.Tensor, batch: list[Trajectory]) -> torch.Tens
 
     It keeps the policy near the model as it was loaded. Beta times this value is subtracted from
     the advantage; it's detached, so it has no gradient of its own. On average the result is the
-    gradient of KL(policy || reference) at each token, and that a token also changes the KL of later
-    ones is left out. This holds for one update, and if all answers are learned from, unlike in sil.
+    gradient of KL(policy || reference) at each token. (A token also changes the KL of later ones,
+    which is left out.) This holds for one update, if all answers are learned from, unlike in sil.
     """
     reference_log_probs = torch.cat([answer.reference_log_probs for answer in batch])
     return (log_probs - reference_log_probs).detach()
@@ -744,9 +751,12 @@ def kl_estimate(log_probs: torch.Tensor, batch: list[Trajectory]) -> torch.Tenso
     """q - 1 - log q, with q = reference / policy. It estimates KL(policy || reference) and is never
     negative. With a KL penalty it's logged. With `kl_in: loss` it is the penalty, as in GRPO.
 
-    As a penalty it isn't what its value suggests. Its gradient is (1 - q) * grad log policy. On
-    average over samples of the policy, grad log policy is 0, and -q * grad log policy is the sum of
-    -reference * grad log policy, which is the gradient of KL(reference || policy)."""
+    As a penalty it isn't what its value suggests. Its gradient is (1 - q) * grad log policy. In the
+    mean over samples of the policy, grad log policy gives 0, and -q * grad log policy gives
+
+        sum of policy * -q * grad log policy  =  sum of -reference * grad log policy
+
+    over all tokens, which is the gradient of KL(reference || policy)."""
     reference_log_probs = torch.cat([answer.reference_log_probs for answer in batch])
     log_q = reference_log_probs - log_probs
     return torch.expm1(log_q) - log_q

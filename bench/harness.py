@@ -42,6 +42,9 @@ NEVER = 10**9  # No run gets to this step.
 class NoFolder:
     """Takes the place of runs.RunFolder. There is nothing to resume from."""
 
+    def check_data(self, training: list[dict], validation: list[dict]) -> None:
+        pass
+
     def restore(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict:
         return NEW
 

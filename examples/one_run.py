@@ -3,7 +3,7 @@
     .venv/bin/python examples/one_run.py runs/<name>
         writes one_run.html about one run, finished or not
     .venv/bin/python examples/one_run.py runs/<name> runs/<another> --out compared.html
-        compares several runs, and lists the settings that differ
+        compares several runs, and lists what differs in their settings and their code
 
 The page opens from the disk, without a server or a network. The script reads the files that a run
 leaves in its folder. It needs neither the model nor PyTorch. Long runs do not fit a page. The
@@ -11,6 +11,7 @@ script then leaves out points of curves, evaluations and questions evenly, and t
 """
 
 import argparse
+import difflib
 import json
 import math
 import os
@@ -34,6 +35,9 @@ MOST_NUMBERS = 80_000  # in all curves of a page
 RIGHT = 0.5  # A question counts as solved if this share of its answers is right.
 # These settings say where a run lies, and nothing about the experiment.
 OWN_SETTINGS = ("run.name", "run.dir")
+CODE_FILES = ("main.py", "task.py")  # copies of the code that made a run, in its folder
+MOST_DIFF_LINES = 200  # of one file in one run
+MOST_DIFF_CHARACTERS = 300  # of a line
 
 
 class UserError(Exception):
@@ -82,7 +86,7 @@ class Answer:
 
 
 Groups = dict[str, list[Answer]]  # the answers of one evaluation, by prompt
-Point = dict[str, float | None]  # the metrics of one step, by name
+Point = dict[str, float | str | None]  # the metrics of one step, by name, or changed code
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,8 @@ class RunData:
     command: str  # that makes the same run again
     curves: list[list[Point]]  # of training steps, of evaluations, and of the answers
     evaluations: dict[int, Groups]  # by step
+    code: dict[str, list[str]]  # the lines of each file that the folder has a copy of
+    code_changes: list[Point]  # where the run was resumed with different code
     damage: str  # how many lines we could not read, in words, or an empty text
 
 
@@ -113,6 +119,16 @@ def read_settings(path: Path) -> dict[str, Any]:
             "give folders of runs, like runs/<name>"
         ) from None
     return settings
+
+
+def read_code(folder: Path) -> dict[str, list[str]]:
+    """The lines of the code that made the run, by file. Older runs have no copies of it."""
+    code = {}
+    for name in CODE_FILES:
+        with suppress(FileNotFoundError):
+            text = (folder / name).read_text(encoding="utf-8", errors="replace")
+            code[name] = text.splitlines()
+    return code
 
 
 def read_lines(path: Path, convert: Callable[[dict], T]) -> tuple[list[T], int]:
@@ -139,10 +155,13 @@ def rounded(value: float | None) -> float | None:
 
 
 def to_point(line: dict) -> Point:
-    """A line of metrics.jsonl with rounded numbers, and with the step in front."""
+    """A line of metrics.jsonl with rounded numbers, and with the step in front.
+
+    If the code changed at this step, the line holds the names of the files instead of numbers.
+    """
     point = {"step": int(line.pop("step"))}
     for name, value in line.items():
-        point[name] = rounded(value)
+        point[name] = " and ".join(value) if name == "code_changed" else rounded(value)
     return point
 
 
@@ -173,10 +192,12 @@ def read_num_ranks(folder: Path, settings: dict[str, Any]) -> int | None:
     return num_ranks
 
 
-def split_points(points: list[Point]) -> tuple[list[Point], list[Point]]:
-    """The points of training steps and of evaluations, each with the seconds spent so far."""
+def split_points(points: list[Point]) -> tuple[list[Point], list[Point], list[Point]]:
+    """The points of training steps, of evaluations and of changes of the code, each with the
+    seconds spent so far."""
     training = []
     evaluations = []
+    code_changes = []
     spent = 0.0
     for point in points:
         seconds = [value or 0 for name, value in point.items() if name.startswith("seconds/")]
@@ -186,9 +207,11 @@ def split_points(points: list[Point]) -> tuple[list[Point], list[Point]]:
             timed[name.removeprefix("eval/")] = value
         if "eval/solved" in point:
             evaluations.append(timed)
+        elif "code_changed" in point:
+            code_changes.append(timed)
         else:
             training.append(timed)
-    return training, evaluations
+    return training, evaluations, code_changes
 
 
 def group_answers(answers: list[Answer]) -> dict[int, Groups]:
@@ -221,7 +244,7 @@ def read_run(folder: Path) -> RunData:
     points, num_damaged_points = read_lines(folder / "metrics.jsonl", to_point)
     answers, num_damaged_answers = read_lines(folder / "samples.jsonl", to_answer)
     num_ranks = read_num_ranks(folder, settings)
-    training, evaluation = split_points(points)
+    training, evaluation, code_changes = split_points(points)
     evaluations = group_answers(answers)
     name = str(settings.get("run.name") or folder.resolve().name)
     num_damaged = num_damaged_points + num_damaged_answers
@@ -232,6 +255,8 @@ def read_run(folder: Path) -> RunData:
         command=repeat_command(settings, num_ranks),
         curves=[training, evaluation, describe_evaluations(evaluations, evaluation)],
         evaluations=evaluations,
+        code=read_code(folder),
+        code_changes=code_changes,
         damage=damage,
     )
 
@@ -429,6 +454,7 @@ def shown_run(run: RunData, layout: Layout) -> dict[str, Any]:
         "parts": parts,
         "settings": [f"{key}: {json.dumps(value)}" for key, value in run.settings.items()],
         "curves": [curve_columns(points, layout.num_points) for points in run.curves],
+        "code_changes": run.code_changes,
         "shares": shares,
         "answers": answers,
     }
@@ -460,6 +486,59 @@ def differing_settings(runs: list[RunData]) -> list[list[str]]:
         if len(set(values)) > 1:
             rows.append([key, *values])
     return rows
+
+
+def code_diff(name: str, first: RunData, run: RunData) -> list[str]:
+    """The unified diff of a file between two runs: no lines if it is the same in both."""
+    diff = difflib.unified_diff(
+        first.code[name],
+        run.code[name],
+        f"{first.name}/{name}",
+        f"{run.name}/{name}",
+        lineterm="",
+    )
+    return list(diff)
+
+
+def shown_diff(lines: list[str]) -> str:
+    """A diff as the page shows it: its first lines, and how many more there are."""
+    shown = [shortened(line, MOST_DIFF_CHARACTERS) for line in lines[:MOST_DIFF_LINES]]
+    num_left_out = len(lines) - len(shown)
+    if num_left_out > 0:
+        shown.append(f"... lines left out: {num_left_out:,}")
+    return "\n".join(shown)
+
+
+def differing_code(runs: list[RunData]) -> tuple[list[list[str]], list[tuple[int, str, str]]]:
+    """Rows like those of differing settings, for the files of code, and the diffs behind them.
+
+    A diff comes with the number of its run, which is compared with the first run that has a copy,
+    and with the name of the file.
+    """
+    rows = []
+    diffs = []
+    for name in CODE_FILES:
+        copies = [run.code.get(name) for run in runs]
+        if all(copy == copies[0] for copy in copies):
+            continue
+        first = next(run for run in runs if name in run.code)
+        row = [name]
+        for number, run in enumerate(runs):
+            diff = code_diff(name, first, run) if name in run.code else []
+            if name not in run.code:
+                row.append("not known")
+            elif run is first:
+                row.append(f"{len(run.code[name]):,} lines")
+            elif not diff:
+                row.append(f"as in {first.name}")
+            else:
+                body = diff[2:]  # without the names of both files
+                num_added = sum(line.startswith("+") for line in body)
+                num_removed = sum(line.startswith("-") for line in body)
+                row.append(f"differs: +{num_added} -{num_removed} lines")
+                diffs.append((number, name, shown_diff(diff)))
+        rows.append(row)
+    return rows, diffs
 
 
 def points_per_curve(runs: list[RunData]) -> int:
@@ -501,7 +580,8 @@ def page(runs: list[RunData]) -> str:
     questions = {prompt: number for number, prompt in enumerate(prompts)}
     all_labels = labels(prompts)
     num_points = points_per_curve(runs)
-    differs = differing_settings(runs)
+    code_rows, diffs = differing_code(runs)
+    differs = differing_settings(runs) + code_rows
     for limits in LIMITS:
         kept = thinned(list(questions.values()), limits.questions)
         layout = Layout(limits, num_points, questions, set(kept), texts={})
@@ -510,6 +590,7 @@ def page(runs: list[RunData]) -> str:
             "prompts": {number: [all_labels[number], prompts[number]] for number in kept},
             "texts": list(layout.texts),
             "differs": differs,
+            "diffs": diffs,
             "right": RIGHT,
             "left_out": left_out(runs, layout),
         }

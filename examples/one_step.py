@@ -55,7 +55,8 @@ def prepare(config: Config) -> Run:
     config = config.model_copy(update={"training": training})
     # The learning rate of step 0 is 0.
     restored = {"step": 1, "best": (-1.0, -1.0), "last_evaluation": None}
-    folder = SimpleNamespace(restore=lambda model, optimizer: restored)
+    folder = SimpleNamespace(
+        check_data=lambda *rows: None, restore=lambda model, optimizer: restored)
     return main.prepare(config, folder, ask.SILENT_LOG)
 
 
@@ -123,7 +124,7 @@ def one_step(run: Run, group: list[Trajectory], counted: list[Trajectory]) -> di
     main.learn(run, counted)
     measure(run, group, "after")
     learned = [answer for answer in counted if answer.old_log_probs is not None]
-    return change_metrics(run.policy.module, learned, run.config.training)
+    return change_metrics(run.policy.module, [group], learned, run.config.training)
 
 
 # ---------------------------------------------------------------- many groups

@@ -21,7 +21,7 @@ from transformers import GenerationConfig
 from machinery.errors import UserError, as_user_error
 from machinery.fast import FastPolicy
 from machinery.passes import MadeUpAnswer
-from machinery.ranks import RANK, errors_on_all_ranks
+from machinery.ranks import errors_on_all_ranks, tell
 from machinery.sampling import generate_fast
 from machinery.settings import Config
 
@@ -111,11 +111,6 @@ def follow_edits(edited: list[str], config: Config) -> None:
             if name != LOG_PROBS:
                 raise UserError(f"{name} in main.py is edited, and what runs by default does not "
                                 "follow it: set model.fast=false, which runs what main.py says")
-
-
-def tell(line: str) -> None:
-    if RANK == 0:
-        print(f"note: {line}", flush=True)
 
 
 # ---------------------------------------------------------------- log-probabilities

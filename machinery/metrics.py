@@ -17,12 +17,13 @@ from machinery.errors import SharedError
 from machinery.passes import measure_in_batches
 from machinery.ranks import DEVICE, WORLD_SIZE, max_over_ranks, sum_over_ranks
 from machinery.settings import Config, TrainingSettings, is_due
-from machinery.tasks import Task
+from machinery.tasks import Task, grade
 
 PHASES = ("sample", "score", "learn")
 # From this mean on, in nats, the sampler is another model than the policy (docs/numbers.md).
 LARGE_GAP = {"float32": 1e-3, "mixed": 0.05, "bfloat16": 0.05}
 MOVED = 1e-6  # A token moved if its log-probability changed by more than this.
+GROUPS_GRADED_AGAIN = 4  # on each rank, with two answers of each group
 MOST_SKIPPED_STEPS = 5  # in a row
 NOTHING_LEARNED = {
     "loss": 0.0,
@@ -95,12 +96,15 @@ def step_metrics(
     run: Any, groups: list[list], answers: list, updates: list[dict[str, float]]
 ) -> dict[str, float | None]:
     """Returns the metrics of a step over all ranks. `answers` are those that count in the loss. In
-    step 1, and where an evaluation follows, it makes one more forward pass. Collective."""
+    step 1, and where an evaluation follows, it makes one more forward pass. In step 1 it grades a
+    few answers once more. Collective."""
     learned = [answer for answer in answers if answer.old_log_probs is not None]
     metrics = sampling_metrics(groups, run.task, run.log.seconds) | memory_metrics()
     metrics |= update_metrics(updates) | sampler_metrics(learned)
     if run.step == 1 or is_due(run.step, run.config.validation.every, run.config):
-        metrics |= change_metrics(run.policy.module, learned, run.config.training)
+        metrics |= change_metrics(run.policy.module, groups, learned, run.config.training)
+    if run.step == 1:
+        metrics |= grading_metrics(run.task, groups)
     for name, value in metrics.items():
         if not math.isfinite(value):
             metrics[name] = None  # JSON has no NaN.
@@ -168,36 +172,76 @@ def sampler_metrics(learned: list) -> dict[str, float]:
 
 
 def change_metrics(
-    policy: nn.Module, learned: list, training: TrainingSettings
+    policy: nn.Module, groups: list[list], learned: list, training: TrainingSettings
 ) -> dict[str, float]:
-    """Returns how the update has changed the log-probabilities of the tokens with an advantage, and
-    whether each has moved the way its advantage points. Collective."""
+    """Returns how the update has changed the log-probabilities of answers above and below their
+    group's mean reward. It doesn't look at advantages, because the code that has computed them may
+    be what is wrong. Collective."""
+    directions = {}  # by the id of the answer
+    for group in groups:
+        for answer, direction in zip(group, rewards_less_mean(group), strict=True):
+            directions[id(answer)] = direction
     changes = []
-    advantages = []
+    directions_of_tokens = []
     for batch, log_probs, _ in measure_in_batches(policy, learned, training):
         changes.append(log_probs - torch.cat([answer.old_log_probs for answer in batch]))
-        advantages += [answer.token_advantages for answer in batch]
-    advantage = torch.cat(advantages)  # (tokens,)
-    # A token without an advantage may learn from a KL penalty alone. It isn't counted here.
-    change = torch.cat(changes).cpu()[advantage != 0]
-    advantage = advantage[advantage != 0]
-    is_as_meant = change * advantage > 0
+        for answer in batch:
+            directions_of_tokens += [directions.get(id(answer), 0.0)] * answer.num_tokens
+    direction = torch.tensor(directions_of_tokens, dtype=torch.float64)  # (tokens,)
+    # Where all rewards of a group are equal, a KL penalty may be what is learned from.
+    change = torch.cat(changes).cpu()[direction != 0]
+    direction = direction[direction != 0]
+    is_as_meant = change * direction > 0
     sums = sum_over_ranks({
         "tokens": len(change),
-        "moved": float((change.abs() > MOVED).sum()) if change.isfinite().all() else math.nan,
+        "not_finite": float((~change.isfinite()).sum()),
+        "moved": float((change.abs() > MOVED).sum()),
         "change": float(change.abs().sum()),
         "change_as_meant": float(change[is_as_meant].abs().sum()),
-        "rewarded": float((advantage > 0).sum()),
-        "change_rewarded": float(change[advantage > 0].sum()),
-        "punished": float((advantage < 0).sum()),
-        "change_punished": float(change[advantage < 0].sum()),
+        "rewarded": float((direction > 0).sum()),
+        "change_rewarded": float(change[direction > 0].sum()),
+        "punished": float((direction < 0).sum()),
+        "change_punished": float(change[direction < 0].sum()),
     })
     return {
+        "change_not_finite": share(sums["not_finite"], sums["tokens"]),
         "moved": share(sums["moved"], sums["tokens"]),
         "change_as_meant": share(sums["change_as_meant"], sums["change"]),
         "change_rewarded": share(sums["change_rewarded"], sums["rewarded"]),
         "change_punished": share(sums["change_punished"], sums["punished"]),
     }
+
+
+def rewards_less_mean(group: list) -> list[float]:
+    """Returns exactly 0 for all answers where their rewards are equal."""
+    rewards = [answer.reward for answer in group]
+    if max(rewards) == min(rewards):
+        return [0.0] * len(group)
+    mean_reward = fmean(rewards)
+    return [reward - mean_reward for reward in rewards]
+
+
+def grading_metrics(task: Task, groups: list[list]) -> dict[str, float]:
+    """Grades a few answers once more. Returns the share of those whose reward isn't what training
+    has used. Collective."""
+    num_graded = 0
+    num_wrong = 0
+    for group in groups[:GROUPS_GRADED_AGAIN]:
+        ranked = sorted(group, key=lambda answer: answer.reward)
+        for answer in (ranked[0], ranked[-1]):
+            num_graded += 1
+            num_wrong += is_graded_wrongly(task, answer)
+    sums = sum_over_ranks({"graded": num_graded, "wrong": num_wrong})
+    return {"graded_wrongly": share(sums["wrong"], sums["graded"])}
+
+
+def is_graded_wrongly(task: Task, answer: Any) -> bool:
+    parts = grade(task, answer.completion, answer.question.row)
+    reward = sum(weight * parts[part] for part, weight in task.REWARD_WEIGHTS.items())
+    if parts == answer.reward_parts and math.isclose(reward, answer.reward, abs_tol=1e-9):
+        return False
+    # A reward may be random, and then no two gradings have to agree.
+    return parts == grade(task, answer.completion, answer.question.row)
 
 
 def share(part: float, whole: float) -> float:
@@ -233,6 +277,11 @@ def evaluation_metrics(groups: list[list], task: Task) -> dict[str, float]:
     metrics["eval/completion_length"] = fmean(answer.num_tokens for answer in answers)
     metrics["eval/truncated"] = fmean(answer.is_truncated for answer in answers)
     return metrics
+
+
+def quality(metrics: dict[str, float]) -> list[float]:
+    """Returns what decides which evaluation was the best, compared in this order."""
+    return [metrics["eval/solved"], metrics["eval/best_of_n"]]
 
 
 def wilson_interval(values: list[float], most: int) -> tuple[float, float]:
@@ -293,9 +342,9 @@ def look_at_first_step(metrics: dict[str, float | None], config: Config) -> list
 
 def measured(numbers: dict[str, float]) -> list[str]:
     change = (
-        "log p of a token changed on average by {change_rewarded:+.5f} in answers with a positive "
-        "advantage, and by {change_punished:+.5f} in answers with a negative advantage. "
-        "{change_as_meant:.0%} of all change goes the way the advantage points")
+        "log p of a token changed on average by {change_rewarded:+.5f} in answers above their "
+        "group's mean reward, and by {change_punished:+.5f} in answers below it. "
+        "{change_as_meant:.0%} of all change goes the way the reward points")
     if not numbers["learned"]:
         change = "there was nothing to learn from, so no log p has changed"
     truncation = "{truncated:.0%} of the answers are truncated, the others end by themselves"
@@ -332,6 +381,11 @@ def signs_of_sampling(numbers: dict[str, float], config: Config) -> list[str]:
 
 def signs_of_rewards(numbers: dict[str, float]) -> list[str]:
     signs = []
+    if numbers["graded_wrongly"] > 0:
+        signs.append(
+            "! {graded_wrongly:.0%} of the answers that were graded once more have a different "
+            "reward now: does each answer have the reward that the task gives it? See "
+            "score".format(**numbers))
     for name, mean in numbers.items():
         if name.startswith("reward/") and mean == 0:
             signs.append(
@@ -353,7 +407,7 @@ def signs_of_update(numbers: dict[str, float], config: Config) -> list[str]:
         (numbers["grad_norm"] == 0, (
             "! the gradient is 0: there was nothing to learn, or the answers do not depend on the "
             "weights that are trained. See model.lora_rank and model.lora_targets")),
-        (numbers["learned"] and math.isnan(numbers["moved"]),
+        (numbers["change_not_finite"] > 0,
          "! log-probabilities are not finite after the update: lower training.learning_rate"),
         (config.model.precision == "bfloat16" and not config.model.lora_rank,
          "! weights in bfloat16 lose small updates: set model.precision to mixed"),
@@ -361,8 +415,9 @@ def signs_of_update(numbers: dict[str, float], config: Config) -> list[str]:
             "! almost nothing has changed: see training.learning_rate, training.warmup_steps "
             "and model.precision")),
         (numbers["change_rewarded"] <= -0.02 or numbers["change_as_meant"] <= 0.3, (
-            "! answers with a positive advantage became less likely: lower "
-            "training.learning_rate. If that does not help, check the signs in policy_loss. "
-            "It may also be rounding, if model.precision is not float32")),
+            "! answers above their group's mean reward became less likely: check the signs in "
+            "compute_advantages and policy_loss, or lower training.learning_rate. It may also be "
+            "rounding, if model.precision is not float32. If your advantage is not the reward's, "
+            "it may be meant")),
     ]
     return [text for is_seen, text in signs if is_seen][:1]

@@ -151,6 +151,12 @@ def meet() -> dist.Store:
     return store
 
 
+def tell(line: str) -> None:
+    """Prints a note, on rank 0."""
+    if RANK == 0:
+        print(f"note: {line}", flush=True)
+
+
 # ---------------------------------------------------------------- agreeing
 
 @contextmanager

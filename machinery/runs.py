@@ -13,7 +13,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self, TextIO
 
@@ -23,32 +23,44 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from machinery.code import MAIN, TASK, Code, changed_files, digest_of
 from machinery.errors import OUT_OF_RANGE, SharedError, UserError, as_user_error
 from machinery.ranks import DEVICE, RANK, errors_on_all_ranks, gather
-from machinery.settings import Config, default_run_name, experiment
+from machinery.settings import VERSION, Config, default_run_name, experiment
 from machinery.sharding import fill, gathered
+from machinery.tasks import describe_data
 
 NEW = {"step": 0, "best": [-1.0, -1.0], "last_evaluation": None}  # No evaluation is worse.
 GROWING_FILES = ("metrics.jsonl", "samples.jsonl")
-FILES = ("config.yaml", *GROWING_FILES, "curves.png", "summary.json")
+FILES = ("config.yaml", MAIN, TASK, *GROWING_FILES, "curves.png", "summary.json")
+LINKS = ("best", "last")  # Each points to a model, like model-000012.
 KEPT_CHECKPOINTS = 2
 BYTES_OF_A_FILE = 2 * 10**9  # While saving, so much or one tensor is in the computer's RAM.
 
 
 class RunFolder:
-    """runs/<name>, with checkpoints/step-NNNNNN and the link best. Rank 0 reads and writes it."""
+    """runs/<name>, with checkpoints/step-NNNNNN, and the links best and last. Rank 0 reads and
+    writes it."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, code: Code):
         self.config = config
-        self.path = Path(config.run.dir) / (config.run.name or default_run_name(config))
+        self.code = code
+        self.code_digest = digest_of(code.texts)
+        name = config.run.name or default_run_name(config, self.code_digest)
+        self.path = Path(config.run.dir) / name
         self.checkpoint: Path | None = None  # what this start resumes from
         self.state: dict[str, Any] = {}      # what its state.json holds
-        self.best_model: str | None = None   # what the link best points to, like best-000012
+        self.code_changed: list[str] = []    # files that differ from those at the checkpoint
+        self.data: dict[str, Any] = {}       # what `describe_data` says of the rows
+        self.models: dict[str, str | None] = dict.fromkeys(LINKS)  # what the links point to
         self.started = time.monotonic()
         self.lock: TextIO | None = None
 
     def __enter__(self) -> Self:
         """Takes the folder, and finds the newest checkpoint in it. Collective."""
+        if len(set(gather(self.code_digest))) > 1:
+            raise SharedError("the ranks run different code: main.py, or the file of task.name, "
+                              "isn't the same on all machines")
         with errors_on_all_ranks():
             if RANK == 0:
                 self.lock = self.take_lock()
@@ -56,6 +68,7 @@ class RunFolder:
                 if self.checkpoint is not None:
                     self.state = read_state(self.checkpoint)
                     refuse_other_experiment(self.checkpoint, self.state, self.config)
+                    self.refuse_other_code()
         self.checkpoint, self.state = gather((self.checkpoint, self.state))[0]
         self.started -= self.state.get("seconds", 0)
         return self
@@ -75,6 +88,53 @@ class RunFolder:
                 raise UserError(f"{self.path} is in use by another process: wait for its end, or "
                                 "set run.name to another name") from None
         return lock
+
+    def refuse_other_code(self) -> None:
+        """Refuses code that hasn't made this run, unless the user has accepted just this code."""
+        then = self.state["code"]
+        self.code_changed = changed_files(then, self.code.texts)
+        if not self.code_changed or self.config.run.code == self.code_digest:
+            return
+        self.write_code(then)  # If a start that was killed has left newer code there.
+        name = self.code_changed[0]
+        raise UserError(
+            f"{self.path} was made by a different {name}, up to step {self.state['step']}. To see "
+            f"the difference: diff {self.path / name} {self.code.paths[name]}. To start over, set "
+            "run.name to another name. To continue with this code all the same, add "
+            f"run.code={self.code_digest}")
+
+    def write_code(self, texts: dict[str, str]) -> None:
+        for name, text in texts.items():
+            self.write(name, text)
+
+    def check_data(self, training: list[dict], validation: list[dict]) -> None:
+        """Refuses rows that differ from those of other ranks or of the checkpoint. Collective."""
+        self.data = describe_data(training, validation)
+        if any(data != self.data for data in gather(self.data)):
+            raise SharedError(f"task.name={self.config.task.name!r}: load returns different rows, "
+                              "or a different order, on different ranks")
+        then = self.state.get("data", self.data)
+        if then != self.data:
+            raise SharedError(
+                f"{self.path} was made with other data: {then['training']:,} questions to train on "
+                f"and {then['validation']:,} held out, and now {self.data['training']:,} and "
+                f"{self.data['validation']:,}, or they differ otherwise. To start over, set "
+                "run.name to another name")
+
+    def relatives(self) -> list[tuple[Path, dict[str, Any]]]:
+        """Returns the runs beside this one with the same settings but different code, the newest
+        first, each with the state of its checkpoint."""
+        folders = sorted(self.path.parent.glob("*/checkpoints"), reverse=True,
+                         key=lambda checkpoints: checkpoints.stat().st_mtime)
+        found = []
+        for checkpoints in folders:
+            with suppress(OSError, ValueError, LookupError):  # Its run may be saving just now.
+                [newest, *_] = numbered_folders(checkpoints, "step")
+                state = json.loads((newest / "state.json").read_text(encoding="utf-8"))
+                is_same = state["experiment"] == experiment(self.config)
+                if is_same and changed_files(state["code"], self.code.texts):
+                    found.append((checkpoints.parent, state))
+        return found
 
     def seconds(self) -> float:
         """Returns how long this run has taken so far, earlier starts included."""
@@ -102,7 +162,7 @@ class RunFolder:
             with open(self.path / name, "ab") as file:
                 if file.tell() < sizes[name]:
                     raise UserError(f"{file.name} has lost a part of what was in it when the "
-                                    "checkpoint was saved: set run.name to begin anew")
+                                    "checkpoint was saved: set run.name to start over")
                 file.truncate(sizes[name])
 
     def sync_growing_files(self) -> dict[str, int]:
@@ -120,6 +180,8 @@ class RunFolder:
         """Restores a run, or saves step 0 of a new one. Returns what NEW names. Collective."""
         if self.checkpoint is None:
             self.save(model, optimizer, **NEW)
+            if RANK == 0:
+                self.write_code(self.code.texts)
             return NEW
         with as_user_error(f"{self.checkpoint} does not fit the model {self.config.model.name!r}, "
                            "or cannot be read"):
@@ -130,7 +192,12 @@ class RunFolder:
         with errors_on_all_ranks(), self.writing():
             if RANK == 0:
                 self.cut_growing_files(self.state["bytes"])
-                self.link_best(self.state["best_model"])
+                self.write_code(self.code.texts)
+                if self.code_changed:
+                    record = {"step": self.state["step"], "code_changed": self.code_changed}
+                    self.append("metrics.jsonl", [record])
+                for link, name in self.state["models"].items():
+                    self.link(link, name)
                 if not (self.path / "best").exists():
                     restored["best"] = NEW["best"]  # The next evaluation makes another.
         return restored
@@ -144,8 +211,10 @@ class RunFolder:
         path = self.path / "checkpoints" / f"step-{state['step']:06d}"
         with self.writing():
             state |= {
-                "best_model": self.best_model,
+                "models": self.models,
                 "experiment": experiment(self.config),
+                "code": self.code.texts,
+                "data": self.data,
                 "seconds": self.seconds(),
                 "bytes": self.sync_growing_files(),
             }
@@ -164,23 +233,26 @@ class RunFolder:
             self.delete_superseded()
 
     def delete_superseded(self) -> None:
-        """Deletes older checkpoints, and models that neither best nor a checkpoint names."""
+        """Deletes older checkpoints, and models that neither a link nor a checkpoint names."""
         checkpoints = numbered_folders(self.path / "checkpoints", "step")
         for old in checkpoints[KEPT_CHECKPOINTS:]:
             shutil.rmtree(old)
-        named = {read_state(path)["best_model"] for path in checkpoints[:KEPT_CHECKPOINTS]}
-        for model in numbered_folders(self.path, "best"):
-            if model.name not in named and model.name != self.best_model:
+        named = {*self.models.values()}
+        for path in checkpoints[:KEPT_CHECKPOINTS]:
+            named |= {*read_state(path)["models"].values()}
+        for model in numbered_folders(self.path, "model"):
+            if model.name not in named:
                 shutil.rmtree(model, ignore_errors=True)
 
-    # ------------------------------------------------------------ the best model
+    # ------------------------------------------------------------ the best and the last model
 
-    def save_best(
-        self, sampler: Any, generation_config: Any, tokenizer: Any, training: dict[str, Any]
+    def save_model(
+        self, sampler: Any, generation_config: Any, tokenizer: Any, training: dict[str, Any],
+        is_best: bool,
     ) -> None:
         """Saves a model for `from_pretrained`, with training.json, which says how it was made. Then
-        the link best points to it. Rank 0 alone does this."""
-        path = self.path / f"best-{training['step']:06d}"
+        the link last points to it, and if it is the best, so does best. Rank 0 alone does this."""
+        path = self.path / f"model-{training['step']:06d}"
         model = copy.copy(sampler)
         model.generation_config = generation_config  # That of the sampler is empty.
         with self.writing():
@@ -189,19 +261,21 @@ class RunFolder:
                 model.save_pretrained(folder, max_shard_size=BYTES_OF_A_FILE)
                 tokenizer.save_pretrained(folder)
                 (folder / "training.json").write_text(json.dumps(training, indent=1))
-            self.link_best(path.name)
+            self.link("last", path.name)
+            if is_best:
+                self.link("best", path.name)
 
-    def link_best(self, name: str | None) -> None:
-        """Points the link best to a model of this folder, or takes it away."""
-        self.best_model = name
-        link = self.path / "best"
+    def link(self, link: str, name: str | None) -> None:
+        """Points a link to a model of this folder, or takes the link away."""
+        self.models[link] = name
+        path = self.path / link
         if name is None:
-            link.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
             return
-        new_link = self.path / "best.unfinished"
-        new_link.unlink(missing_ok=True)
-        new_link.symlink_to(name)
-        new_link.replace(link)  # There is no moment without a link.
+        new_path = self.path / f"{link}.unfinished"
+        new_path.unlink(missing_ok=True)
+        new_path.symlink_to(name)
+        new_path.replace(path)  # There is no moment without a link.
 
 
 # ---------------------------------------------------------------- what a checkpoint holds
@@ -249,20 +323,23 @@ def checksum(model: nn.Module, sampler: nn.Module) -> int:
 def refuse_other_experiment(checkpoint: Path, state: dict[str, Any], config: Config) -> None:
     then = state.get("experiment", {})
     now = experiment(config)
+    if then.get("version") != VERSION:
+        raise UserError(f"{checkpoint} was made by an older version of this trainer, which cannot "
+                        "continue here: set run.name to another name")
     changes = []
     for key in sorted(then.keys() | now.keys()):
         if then.get(key) != now.get(key):
             changes.append(f"{key}: {then.get(key)} -> {now.get(key)}")
     if changes:
-        raise UserError(f"{checkpoint} is of another experiment ({'; '.join(changes)}): set "
-                        "run.name to begin anew")
+        raise UserError(f"{checkpoint} is of a different experiment ({'; '.join(changes)}): set "
+                        "run.name to another name to start over")
 
 
 # ---------------------------------------------------------------- folders on a disk
 
 def numbered_folders(parent: Path, word: str) -> list[Path]:
     """Returns the folders that we have named, like step-000012, the newest first. A user's own
-    folders, like best-mine, are not among them."""
+    folders, like model-mine, are not among them."""
     pattern = re.compile(rf"{word}-\d{{6,7}}")
     folders = [path for path in parent.glob(f"{word}-*") if pattern.fullmatch(path.name)]
     return sorted(folders, key=lambda path: (len(path.name), path.name), reverse=True)
@@ -273,11 +350,11 @@ def newest_checkpoint(run_folder: Path) -> Path | None:
     checkpoints = numbered_folders(run_folder / "checkpoints", "step")
     if checkpoints:
         return checkpoints[0]
-    files = [run_folder / name for name in (*FILES, "best")]
-    for path in [*files, *numbered_folders(run_folder, "best")]:
+    files = [run_folder / name for name in (*FILES, *LINKS)]
+    for path in [*files, *numbered_folders(run_folder, "model")]:
         if path.exists() and path.stat().st_size > 0:  # Saving step 0 begins with empty files.
             raise UserError(f"{run_folder} has {path.name}, but no checkpoint to resume from: set "
-                            "run.name to begin anew")
+                            "run.name to another name to start over")
     return None
 
 

@@ -20,7 +20,7 @@ from machinery.ranks import DEVICE, WORLD_SIZE, end_process
 ROOT = Path(__file__).resolve().parent.parent  # This is the folder of main.py.
 # No number is larger, also none that a reward returns. Sums of squares stay within float32.
 MOST = 1e9
-VERSION = 2  # It changes when the same settings mean another experiment than before.
+VERSION = 3  # It changes when the same settings mean a different experiment.
 
 Natural = Annotated[StrictInt, Field(ge=0)]
 Count = Annotated[StrictInt, Field(ge=1)]
@@ -54,6 +54,7 @@ class TaskSettings(Section):
 
 class DataSettings(Section):
     dataset: Text
+    validation: Text | None
     num_validation: Count
     max_rows: Count | None
     max_prompt_tokens: Count | None
@@ -110,6 +111,7 @@ class CheckpointSettings(Section):
 class RunSettings(Section):
     dir: Text
     name: FolderName | None
+    code: Text | None
 
 
 class LoggingSettings(Section):
@@ -136,8 +138,11 @@ FREE_KEYS = {
     "model.attention", "model.gradient_checkpointing",
     "training.max_steps", "training.tokens_per_micro_batch", "training.shard",
     "sampling.max_rows", "validation.every", "checkpoint.every",
-    "run.dir", "run.name", "logging.mlflow",
+    "run.dir", "run.name", "run.code", "logging.mlflow",
 }
+# Keys that came after VERSION, with the value that means what runs did before. With this value a
+# key is no part of the experiment, so older runs resume.
+ADDED_KEYS = {"data.validation": None}
 
 
 class Parser(argparse.ArgumentParser):
@@ -243,17 +248,21 @@ def is_due(step: int, every: int, config: Config) -> bool:
 def experiment(config: Config) -> dict[str, Any]:
     """Returns the settings that define an experiment. What counts is how many questions all ranks
     take together in a step, and not how many each takes."""
-    settings = {key: value for key, value in flatten(config).items() if key not in FREE_KEYS}
+    settings = {}
+    for key, value in flatten(config).items():
+        is_new = key in ADDED_KEYS and value == ADDED_KEYS[key]
+        if key not in FREE_KEYS and not is_new:
+            settings[key] = value
     settings["training.num_samples_per_step"] *= WORLD_SIZE
     settings["version"] = VERSION
     return settings
 
 
-def default_run_name(config: Config) -> str:
-    """Returns the learning type and a hash of the experiment."""
+def default_run_name(config: Config, code_digest: str) -> str:
+    """Returns the learning type, a digest of the settings, and that of the code."""
     text = json.dumps(experiment(config), sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    return f"{config.training.learning_type}-{digest[:8]}"
+    return f"{config.training.learning_type}-{digest[:8]}-{code_digest}"
 
 
 def beside_main(path: str) -> str:

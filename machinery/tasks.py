@@ -5,18 +5,20 @@ import importlib.util
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from machinery.errors import UserError, as_user_error, describe, shortened
-from machinery.ranks import WORLD_SIZE
-from machinery.settings import MOST, ROOT, Config, beside_main
+from machinery.ranks import WORLD_SIZE, tell
+from machinery.settings import MOST, ROOT, Config, beside_main, flatten
 
 SECONDS_FOR_A_REWARD = 60
 Task = SimpleNamespace  # It has the names that the head of countdown.py explains.
@@ -44,11 +46,16 @@ def load_task(config: Config) -> Task:
     return Task(**{**optional, **vars(module), "REWARD_WEIGHTS": weights})
 
 
-def import_task(name: str) -> ModuleType:
-    """Runs a task's file. An error in it shows its own traceback."""
+def task_file(name: str) -> Path:
     path = ROOT / "countdown.py" if name == "countdown" else Path(beside_main(name))
     if not path.is_file() or path.suffix != ".py":
         raise UserError(f"task.name={name!r}: write countdown, or the path of a Python file")
+    return path
+
+
+def import_task(name: str) -> ModuleType:
+    """Runs a task's file. An error in it shows its own traceback."""
+    path = task_file(name)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     # Dataclasses and pickle look for a module's classes there. A math.py leaves Python's in place.
@@ -67,10 +74,11 @@ def load_questions(
     def num_tokens(row: dict) -> int:
         return len(encode_prompt(row, task, tokenizer, config))
 
-    try:
-        rows = list(task.load(beside_main(config.data.dataset), config.data.max_rows))
-    except ValueError as error:
-        raise UserError(describe(error)) from error
+    rows = load_rows("data.dataset", task, config.data.max_rows, config)
+    if config.data.validation is not None:
+        rows = [row for row in rows if not row.get("held_out")]
+        for row in load_rows("data.validation", task, None, config):
+            rows.append({**row, "held_out": True})
     most = config.data.max_prompt_tokens
     if most is not None:
         rows = [row for row in rows if num_tokens(row) <= most]
@@ -79,27 +87,62 @@ def load_questions(
     return training, validation
 
 
-def split(rows: list[dict], config: Config) -> tuple[list[dict], list[dict]]:
-    """Returns the rows to train on and those that are held out. No problem is in both. Each problem
-    that is held out stands there once.
+def load_rows(key: str, task: Task, max_rows: int | None, config: Config) -> list[dict]:
+    """Returns what the task makes of the data set that a key names."""
+    try:
+        return list(task.load(beside_main(flatten(config)[key]), max_rows))
+    except ValueError as error:
+        raise UserError(describe(error).replace("data.dataset", key)) from error
 
-    The problems with the smallest hashes are held out, whatever the seed and the order of the rows.
-    If the data grow, a problem may leave them, but none comes in that was trained on before."""
-    rows_by_problem: dict[str, list[dict]] = {}
+
+def split(rows: list[dict], config: Config) -> tuple[list[dict], list[dict]]:
+    """Returns the rows to train on and those that are held out. No problem is in both, and each
+    problem is held out once.
+
+    The candidates are the problems of rows that are marked with "held_out", and without any such
+    row all problems. Those with the smallest hashes are held out, whatever the seed and the order
+    of the rows. So if the data grow, none is held out that was trained on before."""
+    unmarked = by_problem([row for row in rows if not row.get("held_out")])
+    marked = by_problem([row for row in rows if row.get("held_out")])
+    candidates = marked or unmarked
+    chosen = in_fixed_order(candidates)[:config.data.num_validation]
+    validation = [candidates[problem][0] for problem in chosen]
+    not_trained_on = set(marked or chosen)
+    training = []
+    for problem in in_fixed_order(unmarked):
+        if problem not in not_trained_on:
+            training += unmarked[problem]
+    num_in_both = len(marked.keys() & unmarked.keys())
+    if num_in_both:
+        tell(f"{num_in_both} problems are held out, so they are left out of the training questions")
+    if WORLD_SIZE > min(len(training), len(validation)):
+        raise UserError(
+            f"data.num_validation={config.data.num_validation} leaves {len(training)} training and "
+            f"{len(validation)} validation questions of {len(rows)}, for {WORLD_SIZE} ranks: "
+            "change it, or start fewer ranks")
+    return training, validation
+
+
+def by_problem(rows: list[dict]) -> dict[str, list[dict]]:
+    found: dict[str, list[dict]] = {}
     for row in rows:
         problem = json.dumps(row.get("problem", row["prompt"]), sort_keys=True)
-        rows_by_problem.setdefault(problem, []).append(row)
-    problems = sorted(rows_by_problem, key=lambda text: sha256(text.encode()).digest())
-    num_validation = config.data.num_validation
-    validation = [rows_by_problem[problem][0] for problem in problems[:num_validation]]
-    training = []
-    for problem in problems[num_validation:]:
-        training += rows_by_problem[problem]
-    if WORLD_SIZE > min(len(training), len(validation)):
-        raise UserError(f"data.num_validation={num_validation} leaves {len(training)} training and "
-                        f"{len(validation)} validation questions of {len(rows)}, for {WORLD_SIZE} "
-                        "ranks: change it, or start fewer ranks")
-    return training, validation
+        found.setdefault(problem, []).append(row)
+    return found
+
+
+def in_fixed_order(problems: Iterable[str]) -> list[str]:
+    return sorted(problems, key=lambda text: sha256(text.encode()).digest())
+
+
+def describe_data(training: list[dict], validation: list[dict]) -> dict[str, Any]:
+    """Returns how many rows there are, and a digest of what they hold, in their order."""
+    digest = sha256()
+    for row in chain(training, validation):
+        # What JSON doesn't know, an object for example, counts with its type alone.
+        text = json.dumps(row, sort_keys=True, default=lambda value: type(value).__name__)
+        digest.update(text.encode())
+    return {"training": len(training), "validation": len(validation), "digest": digest.hexdigest()}
 
 
 def check_prompt_lengths(

@@ -290,6 +290,10 @@ TIMES = {"tokens_per_second", "seconds/sample", "seconds/score", "seconds/learn"
 CHANGE = {"moved", "change_as_meant", "change_rewarded", "change_punished"}
 
 
+def run_folder(config) -> main.RunFolder:
+    return main.RunFolder(config, main.code_of(main.main, config))
+
+
 def start(arguments: list[str]) -> int:
     """`python main.py` in this process. Returns the exit code, see `stay`."""
     return launch(main.main, arguments)
@@ -333,7 +337,8 @@ def outcome(folder: Path) -> dict:
             "state": [state[key] for key in ("step", "best", "last_evaluation")],
             "tensors": digest(checkpoint / "tensors-1.safetensors"),
             "best": digest(folder / "best" / "model.safetensors"),
-            "best of": (folder / "best").resolve().name,
+            "links": [(folder / link).resolve().name for link in ("best", "last")],
+            "code": [state["code"], (folder / "main.py").read_text()],
             "files": sorted(path.name for path in files)}
 
 

@@ -13,6 +13,8 @@ import main
 from machinery import settings
 from machinery.errors import UserError
 
+CODE = "c1234567"
+
 
 def refusal(*arguments: str) -> str:
     with pytest.raises(UserError) as raised:
@@ -100,15 +102,18 @@ def test_a_config_file_that_cannot_be_used_is_named(content, tmp_path):
 
 
 def test_the_default_name_is_made_of_what_defines_the_experiment_and_nothing_else(monkeypatch):
-    name = settings.default_run_name(make_config())
-    assert re.fullmatch(r"grpo-[0-9a-f]{8}", name)
+    name = settings.default_run_name(make_config(), CODE)
+    assert re.fullmatch(rf"grpo-[0-9a-f]{{8}}-{CODE}", name)
     for free in ({"training__max_steps": 7}, {"training__tokens_per_micro_batch": 9},
                  {"training__shard": True}, {"sampling__max_rows": 3}, {"run__dir": "x"}):
-        assert settings.default_run_name(make_config(**free)) == name
-    others = [settings.default_run_name(make_config(**own)) for own in (
-        {"model__name": "m"}, {"training__seed": 1}, {"task__reward_weights": {"answer": 1.0}})]
-    assert len({name, *others}) == 4
+        assert settings.default_run_name(make_config(**free), CODE) == name
+    # A key that came later is no part of it, as long as it has the value of runs before.
+    assert "data.validation" not in settings.experiment(make_config())
+    others = [settings.default_run_name(make_config(**own), CODE) for own in (
+        {"model__name": "m"}, {"training__seed": 1}, {"task__reward_weights": {"answer": 1.0}},
+        {"data__validation": "x"})]
+    assert len({name, *others}) == 5
     # Two ranks that share the same questions of a step are the same experiment.
     monkeypatch.setattr(settings, "WORLD_SIZE", 2)
-    assert settings.default_run_name(make_config(training__num_samples_per_step=4)) == name
-    assert settings.default_run_name(make_config()) != name
+    assert settings.default_run_name(make_config(training__num_samples_per_step=4), CODE) == name
+    assert settings.default_run_name(make_config(), CODE) != name

@@ -7,6 +7,7 @@ import exercise
 import pytest
 from processes import ROOT, run
 
+pytestmark = pytest.mark.house  # The exercise is a patch of main.py.
 RIGHT = (ROOT / "main.py").read_text()
 NAMES = exercise.DEFAULT + exercise.VARIANTS
 ASKED = [stage.asked for stage in exercise.STAGES]

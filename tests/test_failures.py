@@ -14,6 +14,7 @@ from conftest import (
     make_config,
     outcome,
     read_jsonl,
+    run_folder,
     run_without_curves,
     start,
     training_steps,
@@ -22,7 +23,6 @@ from processes import ROOT, ranks, torchrun
 
 import main
 from machinery import ranks as ranks_of_machinery
-from machinery import runs
 from machinery.errors import is_out_of_memory
 
 TINY = [*SMALL, "training.max_new_gen_tokens=16"]
@@ -106,7 +106,7 @@ def test_a_run_that_has_finished_says_so_and_takes_more_steps(tmp_path, capsys, 
     shutil.rmtree((tmp_path / "a" / "best").resolve())  # The next evaluation makes another.
     assert start([*only_evaluate, "training.max_steps=1", "validation.every=3"]) == 0
 
-    assert (tmp_path / "a" / "best").resolve().name == "best-000001"
+    assert (tmp_path / "a" / "best").resolve().name == "model-000001"
 
     lines = [line["step"] for line in read_jsonl(tmp_path / "a" / "metrics.jsonl")]
     assert lines == [0, 1, 1]
@@ -121,7 +121,7 @@ def test_a_start_in_a_folder_that_is_not_its_own_is_refused_and_changes_nothing_
         assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == files
         return the_only_error(capsys.readouterr().err)
 
-    folder = runs.RunFolder(make_config(run__dir=str(tmp_path), run__name="a"))
+    folder = run_folder(make_config(run__dir=str(tmp_path), run__name="a"))
     with folder.take_lock():
         assert f"{tmp_path / 'a'} is in use by another process" in refusal()
     changes = "(model.precision: float32 -> bfloat16; training.seed: 0 -> 1): set run.name"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import random
 import re
 from statistics import fmean
 from types import SimpleNamespace
@@ -32,6 +33,7 @@ import main
 from machinery.metrics import (
     PHASES,
     change_metrics,
+    grading_metrics,
     look_at_first_step,
     sampler_metrics,
     sampling_metrics,
@@ -61,7 +63,12 @@ def update(trajectories, **overrides):
     answers = [dataclasses.replace(trajectory) for trajectory in trajectories]
     metrics = main.learn(run, answers)[-1]
     learned = [answer for answer in answers if answer.old_log_probs is not None]
-    metrics |= change_metrics(run.policy.module, learned, config.training)
+    groups = []  # Rewards point where the advantages do, and are all that the instrument sees.
+    for answer in answers:
+        answer.reward = answer.advantage
+        groups.append([answer, dataclasses.replace(answer, reward=-answer.advantage)])
+        answer.advantage = 0.0
+    metrics |= change_metrics(run.policy.module, groups, learned, config.training)
     return model, metrics | sampler_metrics(learned)
 
 
@@ -211,7 +218,8 @@ HEALTHY = {
     "groups_none_solved": 0.2, "reward/answer": 0.4, "reward_std/answer": 0.2,
     "reward/format": 0.9, "reward_std/format": 0.0, "learned": 20, "non_finite": 0,
     "grad_norm": 0.5, "moved": 0.4, "change_rewarded": 0.004, "change_punished": -0.004,
-    "change_as_meant": 0.8, "sampler_gap": 1e-6, "sampler_gap_max": 1e-5}
+    "change_not_finite": 0.0, "change_as_meant": 0.8, "graded_wrongly": 0.0,
+    "sampler_gap": 1e-6, "sampler_gap_max": 1e-5}
 JUST = 1e-9
 NOTHING_OFF = "nothing is off"
 
@@ -235,7 +243,8 @@ def bad_signs(lines):
     ("non_finite", 0, 1, "gradient is not finite"),
     ("grad_norm", JUST, 0, "gradient is 0"),
     ("moved", 0.01 + JUST, 0.01, "almost nothing has changed"),
-    ("moved", 1, None, "not finite after the update"),
+    ("change_not_finite", None, JUST, "not finite after the update"),
+    ("graded_wrongly", 0.0, JUST, "graded once more"),
     ("change_rewarded", -0.004 + 6e-5 + JUST, -0.004 + 6e-5 - JUST, "almost nothing has changed"),
     ("change_rewarded", -0.02 + JUST, -0.02, "became less likely"),
     ("change_as_meant", 0.3 + JUST, 0.3, "became less likely")])
@@ -267,16 +276,63 @@ def test_a_step_without_anything_to_learn_is_not_called_healthy():
 
 # ---------------------------------------------------------------- a real first step
 
+FIRST_STEP = [
+    "training.num_samples_per_step=4", "training.seed=3", "training.max_new_gen_tokens=80",
+    "training.max_steps=1", "validation.best_of_n=1", "data.num_validation=1",
+    "data.max_rows=2000", "run.name=a"]
+
+
+def flipped(compare_with_group):
+    """The sign of every advantage is wrong."""
+    def compare(group, training):
+        compare_with_group(group, training)
+        for answer in group:
+            answer.advantage = -answer.advantage
+    return compare
+
+
+def exchanged(score):
+    """Every answer has the reward of its neighbour."""
+    def score_neighbours(run, groups):
+        score(run, groups)
+        for group in groups:
+            rewards = [(answer.reward, answer.reward_parts) for answer in group]
+            for answer, earned in zip(group, rewards[1:] + rewards[:1], strict=True):
+                answer.reward, answer.reward_parts = earned
+    return score_neighbours
+
+
+@pytest.mark.parametrize(("name", "mistake", "says"), [
+    ("compare_with_group", flipped, "became less likely"),
+    ("score", exchanged, "graded once more have a different reward")])
+def test_the_report_believes_neither_the_advantages_nor_the_rewards_of_the_code(
+        name, mistake, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "1000")
+    monkeypatch.setattr(main, name, mistake(getattr(main, name)))
+
+    assert start([*FIRST_STEP, f"run.dir={tmp_path}"]) == 0
+
+    said = capsys.readouterr().out
+    assert any(says in line for line in said.splitlines() if line.startswith("  ! "))
+    assert NOTHING_OFF not in said
+
+
+def test_a_random_reward_is_not_called_wrong(one_rank):
+    stream = random.Random(0)
+    task = SimpleNamespace(
+        REWARD_WEIGHTS={"style": 1.0}, SOLVED="style",
+        reward_function=lambda completion, row: {"style": stream.random()})
+
+    assert grading_metrics(task, made_up_groups()) == {"graded_wrongly": 0.0}
+
+
 @pytest.mark.parametrize("precision", ["float32", "mixed"])
 def test_a_healthy_run_is_called_healthy_and_shows_what_it_measures(
         precision, tmp_path, monkeypatch, capsys):
     """In mixed precision the sampler has weights of its own."""
     monkeypatch.setenv("COLUMNS", "1000")  # Each text is one line.
 
-    assert start([
-        f"model.precision={precision}", "training.num_samples_per_step=4", "training.seed=3",
-        "training.max_new_gen_tokens=80", "training.max_steps=1", "validation.best_of_n=1",
-        "data.num_validation=1", "data.max_rows=2000", f"run.dir={tmp_path}", "run.name=a"]) == 0
+    assert start([*FIRST_STEP, f"model.precision={precision}", f"run.dir={tmp_path}"]) == 0
 
     said = capsys.readouterr().out
     metrics = read_jsonl(tmp_path / "a" / "metrics.jsonl")[1]

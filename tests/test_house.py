@@ -3,13 +3,14 @@
 import ast
 import re
 
+import pytest
 from processes import ROOT
 
-FILES = ["__init__", "check", "errors", "fast", "metrics", "model", "passes", "prompts", "ranks",
-         "runs", "sampling", "settings", "sharding", "tasks"]
+pytestmark = pytest.mark.house
+FILES = ["__init__", "check", "code", "errors", "fast", "metrics", "model", "passes", "prompts",
+         "ranks", "runs", "sampling", "settings", "sharding", "tasks"]
 MACHINERY = [ROOT / "machinery" / f"{name}.py" for name in FILES]
 ROOMS = [ROOT / "main.py", ROOT / "logger.py", ROOT / "countdown.py", *MACHINERY]
-LINES_OF_A_FUNCTION = 45
 # They make backward passes and steps in which no weight changes and no gradient is added to.
 TEACH_NOTHING = ("warm_up", "find_unreached")
 
@@ -27,14 +28,12 @@ def test_there_is_no_other_file():
     assert sorted((ROOT / "machinery").glob("*.py")) == MACHINERY
 
 
-def test_no_function_is_longer_than_a_screen_and_none_in_the_machinery_learns():
-    for path in ROOMS:
+def test_nothing_in_the_machinery_learns():
+    for path in MACHINERY:
         for function in ast.walk(ast.parse(path.read_text())):
             if not isinstance(function, ast.FunctionDef):
                 continue
-            length = function.end_lineno - function.lineno + 1
-            assert length <= LINES_OF_A_FUNCTION, (path.name, function.name)
             called = {node.func.attr for node in ast.walk(function)
                       if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)}
-            if path in MACHINERY and function.name not in TEACH_NOTHING:
+            if function.name not in TEACH_NOTHING:
                 assert not called & {"backward", "step"}, (path.name, function.name)

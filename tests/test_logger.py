@@ -7,18 +7,17 @@ import threading
 from unittest.mock import MagicMock
 
 import pytest
-from conftest import SMALL, make_config, read_jsonl, run_main, start
+from conftest import SMALL, make_config, read_jsonl, run_folder, run_main, start
 from processes import ranks
 
 import logger
 import main
-from machinery.runs import RunFolder
 from machinery.settings import flatten
 
 
 def make_logger(folder, capsys) -> logger.Logger:
     config = make_config(run__dir=str(folder), run__name="a")
-    log = logger.Logger(config, RunFolder(config))
+    log = logger.Logger(config, run_folder(config))
     log.path.mkdir()
     capsys.readouterr()
     return log

@@ -5,6 +5,7 @@ from mutants import MUTANTS, first_failure
 from processes import ROOT
 
 
+@pytest.mark.house
 def test_every_fault_can_be_put_into_the_sources():
     for mutant in MUTANTS:
         assert (ROOT / mutant.path).read_text().count(mutant.right) == 1, mutant.fault

@@ -16,6 +16,7 @@ from torch.distributed.run import parse_args
 import main
 from machinery.settings import load_config
 
+pytestmark = pytest.mark.house
 README = (ROOT / "README.md").read_text()
 PAGES = "\n".join([README, *(path.read_text() for path in (ROOT / "docs").glob("*.md"))])
 

@@ -27,9 +27,9 @@ def test_each_recipe_runs_for_a_step_with_all_its_keys_but_those_of_size(recipe,
         data = "numbers=2"
     size = {"model.name": "tiny/model", "data.dataset": data, "data.max_rows": 200,
             "data.num_validation": 2, "data.max_prompt_tokens": 490,
-            "training.max_new_gen_tokens": 20, "training.num_samples_per_step": 2,
-            "training.max_steps": 1, "validation.best_of_n": 2, "run.dir": str(tmp_path),
-            "run.name": "a"}
+            "data.validation": "null", "training.max_new_gen_tokens": 20,
+            "training.num_samples_per_step": 2, "training.max_steps": 1, "validation.best_of_n": 2,
+            "run.dir": str(tmp_path), "run.name": "a"}
 
     small = [f"{key}={value}" for key, value in size.items()]
     assert start(["--config", f"recipes/{recipe}", *small]) == 0

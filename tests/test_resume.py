@@ -123,10 +123,10 @@ def test_a_damaged_checkpoint_is_refused_and_once_it_is_deleted_the_one_before_i
 # ---------------------------------------------------------------- the best model
 
 def evaluate_as(qualities: str, folder: str, more: str):
-    """Each evaluation finds these values of best_of_n. Of the steps, 3 and 6 are saved."""
+    """Each evaluation finds these shares solved. Of the steps, 3 and 6 are saved."""
     values = iter(json.loads(qualities))
     in_truth = main.evaluation_metrics
-    main.evaluation_metrics = lambda *of: {**in_truth(*of), "eval/best_of_n": next(values)}
+    main.evaluation_metrics = lambda *of: {**in_truth(*of), "eval/solved": next(values)}
     run_without_curves(*SMALL, f"run.dir={folder}", "training.max_steps=6", "validation.every=1",
                        "checkpoint.every=3", *json.loads(more))
 
@@ -136,7 +136,7 @@ def test_best_is_never_of_a_step_that_was_undone(tmp_path):
     they come out worse, as they may with another `sampling.max_rows`."""
     folder = tmp_path / "a"
     ranks(1, evaluate_as, "[0.1, 0.2, 0.25, 0.3, 0.8, 0.9]", str(tmp_path), "[]")  # It fails in 6.
-    assert (folder / "best").resolve().name == "best-000005"
+    assert (folder / "best").resolve().name == "model-000005"
 
     result = ranks(1, evaluate_as, "[0.15, 0.25, 0.1]", str(tmp_path), '["sampling.max_rows=3"]')
 
@@ -144,13 +144,13 @@ def test_best_is_never_of_a_step_that_was_undone(tmp_path):
     summary = json.loads((folder / "summary.json").read_text())
     training = json.loads((folder / "best" / "training.json").read_text())
     assert summary["best"]["step"] == training["step"] == 3
-    assert summary["best"]["eval/best_of_n"] == training["eval/best_of_n"] == 0.3
+    assert summary["best"]["eval/solved"] == training["eval/solved"] == 0.3
 
 
 def test_a_users_own_folders_are_not_taken_for_ours(tmp_path):
-    for name in ("best-mine", "best-1", "best-000007", "best-000012-2", "best-000012"):
+    for name in ("model-mine", "model-1", "model-000007", "model-000012-2", "model-000012"):
         (tmp_path / name).mkdir()
 
-    found = [path.name for path in numbered_folders(tmp_path, "best")]
+    found = [path.name for path in numbered_folders(tmp_path, "model")]
 
-    assert found == ["best-000012", "best-000007"]
+    assert found == ["model-000012", "model-000007"]

@@ -13,6 +13,7 @@ from conftest import (
     make_model,
     make_trajectories,
     relative_error,
+    run_folder,
     run_without_curves,
 )
 from processes import ranks
@@ -131,11 +132,11 @@ def learn_and_save(folder: str, shard: bool, steps: list[int]):
     run = run_with_model(shard, "qwen2", FLOAT32, {
         "run__dir": folder, "run__name": "a", "training__num_samples_per_step": 6 // WORLD_SIZE})
     main.warm_up(run.policy, run.optimizer)
-    with main.RunFolder(run.config) as run_folder:
-        restored = run_folder.restore(run.model, run.optimizer)
+    with run_folder(run.config) as folder_of_run:
+        restored = folder_of_run.restore(run.model, run.optimizer)
         for run.step in steps:
             main.learn(run, own_answers(run.step))
-        run_folder.save(run.model, run.optimizer, **{**restored, "step": restored["step"] + 10})
+        folder_of_run.save(run.model, run.optimizer, **{**restored, "step": restored["step"] + 10})
     leave_group()
     end_process(0)
 

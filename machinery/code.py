@@ -1,0 +1,59 @@
+"""The code of a run: what main.py and the task's file say. It belongs to the experiment, as the
+settings do. What machinery/ says, and what a task imports, isn't part of it."""
+
+import ast
+import hashlib
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from machinery.settings import Config
+from machinery.tasks import task_file
+
+MAIN, TASK = "main.py", "task.py"  # The task's file has this name, whatever it's called elsewhere.
+
+
+@dataclass(frozen=True)
+class Code:
+    texts: dict[str, str]   # by MAIN and TASK
+    paths: dict[str, Path]  # where they come from
+
+
+def code_of(main: Callable, config: Config) -> Code:
+    """Returns the code of this process. `main` is any function of main.py."""
+    lines, _ = inspect.findsource(main)  # the lines that run, even if no file has them
+    task = task_file(config.task.name)
+    texts = {MAIN: "".join(lines), TASK: task.read_text(encoding="utf-8")}
+    return Code(texts, {MAIN: Path(inspect.getfile(main)), TASK: task})
+
+
+def meaning(name: str, text: str) -> str:
+    """Returns the text as Python would write what it has read. So comments and line breaks don't
+    count. Docstrings of main.py don't, either, but a task's docstring may be its prompt."""
+    tree = ast.parse(text)
+    if name == MAIN:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                node.body = [part for part in node.body if not is_docstring(part)] or [ast.Pass()]
+    return ast.unparse(tree)
+
+
+def is_docstring(statement: ast.stmt) -> bool:
+    """Whether a statement is nothing but a string."""
+    return (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+            and isinstance(statement.value.value, str))
+
+
+def digest_of(texts: dict[str, str]) -> str:
+    """Returns a short word for what the texts mean. YAML never takes it for a number."""
+    meanings = {name: meaning(name, text) for name, text in texts.items()}
+    text = json.dumps(meanings, sort_keys=True)
+    return f"c{hashlib.sha256(text.encode()).hexdigest()[:7]}"
+
+
+def changed_files(then: dict[str, str], now: dict[str, str]) -> list[str]:
+    """Returns the names of the texts that mean something else. Digests aren't compared, because a
+    different version of Python may write the same meaning differently."""
+    return [name for name in now if meaning(name, then[name]) != meaning(name, now[name])]

@@ -1,0 +1,279 @@
+"""A run knows its code and its data: whatever has not made it is never trained into it, and nothing
+is reported from it."""
+
+import json
+
+import pytest
+from conftest import SMALL, make_config, read_jsonl, run_without_curves, start
+from processes import ROOT, ranks
+
+import main
+from machinery import runs, tasks
+from machinery.code import MAIN, TASK, Code, code_of, digest_of, meaning
+from machinery.errors import UserError
+from machinery.tasks import split
+
+TINY = [*SMALL, "training.max_new_gen_tokens=16"]
+ONE_STEP = "training.max_steps=1"
+FLIP = ("answer.reward - mean_reward", "mean_reward - answer.reward")
+
+
+def edited(before: str, after: str, name: str = MAIN):
+    """In place of `code_of`, as if the file said something else."""
+    def code_of_edited(function, config):
+        code = code_of(function, config)
+        assert code.texts[name].count(before) >= 1
+        return Code({**code.texts, name: code.texts[name].replace(before, after)}, code.paths)
+    return code_of_edited
+
+
+def say(capsys) -> str:
+    """What was printed, in one line."""
+    captured = capsys.readouterr()
+    return " ".join((captured.out + captured.err).split())
+
+
+# ---------------------------------------------------------------- what counts as code
+
+@pytest.mark.parametrize(("name", "text", "same"), [
+    (MAIN, "def f():\n    'Says.'\n    return 1  # Why?\n", True),
+    (MAIN, "def f():\n\n    return (1)\n", True),
+    (MAIN, "def f():\n    return 2\n", False),
+    (TASK, "def f():\n    return 1  # Why?\n", True),
+    (TASK, "def f():\n    'Says.'\n    return 1\n", False)])  # It may be a prompt.
+def test_comments_and_line_breaks_are_no_code_and_a_docstring_only_in_a_task(name, text, same):
+    assert (meaning(name, "def f():\n    return 1\n") == meaning(name, text)) == same
+
+
+def test_a_digest_is_never_read_as_a_number():
+    for number in range(300):
+        text = main.load_config([f"run.code={digest_of({MAIN: f'x = {number}'})}"]).run.code
+        assert text == digest_of({MAIN: f"x = {number}"})
+
+
+def test_code_is_what_runs_also_under_another_name(tmp_path):
+    copy = tmp_path / "mine.py"
+    copy.write_text((ROOT / "main.py").read_text().replace(*FLIP))
+
+    module = tasks.import_task(str(copy))
+
+    assert code_of(module.main, make_config()).texts[MAIN] == copy.read_text()
+
+
+# ---------------------------------------------------------------- edited code
+
+def test_the_same_command_with_edited_code_is_a_new_run_that_names_the_old_one(
+        tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    command = [*TINY, ONE_STEP, "run.name=null", f"run.dir={tmp_path}"]
+    assert start(command) == 0
+    [old] = tmp_path.iterdir()
+    assert "different" not in say(capsys)
+    monkeypatch.setattr(main, "code_of", edited("# 4. Compare every", "# 4. Compare each"))
+    assert start(command) == 0
+    assert "this run has finished" in say(capsys)
+
+    monkeypatch.setattr(main, "code_of", edited(*FLIP))
+    assert start(command) == 0
+
+    said = say(capsys)
+    [new] = set(tmp_path.iterdir()) - {old}
+    digest = new.name.rpartition("-")[2]
+    assert f"{old}, at step 1, has the same settings but a different main.py" in said
+    assert f"run.name={old.name} run.code={digest}" in said
+    assert f"one_run.py {new} {old}" in said
+    assert [entry["step"] for entry in read_jsonl(new / "metrics.jsonl")] == [0, 1, 1]
+    assert FLIP[1] in (new / MAIN).read_text() and FLIP[1] not in (old / MAIN).read_text()
+
+
+@pytest.mark.parametrize(("name", "path", "edit"), [
+    (MAIN, ROOT / "main.py", FLIP),
+    (TASK, ROOT / "countdown.py", ('SOLVED = "answer"', 'SOLVED = "format"'))])
+def test_a_named_run_that_other_code_has_made_continues_only_with_the_code_that_is_accepted(
+        name, path, edit, tmp_path, capsys, monkeypatch):
+    command = [*TINY, f"run.dir={tmp_path}"]
+    folder = tmp_path / "a"
+    assert start([*command, ONE_STEP]) == 0
+    before = (folder / "metrics.jsonl").read_text()
+    monkeypatch.setattr(main, "code_of", edited(*edit, name))
+    digest = digest_of(main.code_of(main.main, make_config()).texts)
+    # As if a start that was accepted had been killed before its first checkpoint.
+    (folder / name).write_text("newer")
+    capsys.readouterr()
+
+    for more in ([], ["run.code=c0000000"]):
+        assert start([*command, *more]) == 2
+
+        [line] = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: {folder} was made by a different {name}, up to step 1.")
+        assert f"diff {folder / name} {path}." in line and f"run.code={digest}" in line
+        assert (folder / name).read_text() == path.read_text()
+        assert (folder / "metrics.jsonl").read_text() == before
+
+    assert start([*command, f"run.code={digest}", "training.max_steps=2"]) == 0
+    assert f"from here on with a different {name}" in say(capsys)
+    assert edit[1] in (folder / name).read_text()
+    assert start(command) == 0  # From now on this is the code of the run.
+
+    records = read_jsonl(folder / "metrics.jsonl")
+    assert [record["step"] for record in records] == [0, 1, 1, 1, 2, 2, 3, 3]
+    assert [record for record in records if "code_changed" in record] == [
+        {"step": 1, "code_changed": [name]}]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["first"]["step"] == 0 and summary["last"]["step"] == 3
+
+
+def run_with_code_of_its_own(folder: str):
+    if main.RANK == 1:
+        main.code_of = edited(*FLIP)
+    run_without_curves(*TINY, f"run.dir={folder}")
+
+
+def test_ranks_with_different_code_are_refused(tmp_path):
+    result = ranks(2, run_with_code_of_its_own, str(tmp_path))
+
+    assert result.codes == [2, 2]
+    assert "error: the ranks run different code: main.py" in result.stderr
+    assert not (tmp_path / "a").exists()
+
+
+# ---------------------------------------------------------------- older checkpoints
+
+def change_state(folder, change) -> None:
+    for path in folder.glob("checkpoints/*/state.json"):
+        state = json.loads(path.read_text())
+        change(state["experiment"])
+        path.write_text(json.dumps(state))
+
+
+def test_a_checkpoint_of_an_older_version_is_refused_and_one_without_a_new_key_resumes(
+        tmp_path, capsys, monkeypatch):
+    command = [*TINY, ONE_STEP, f"run.dir={tmp_path}"]
+    monkeypatch.setitem(runs.experiment.__globals__["ADDED_KEYS"], "training.ratio", "token")
+    assert start(command) == 0
+    assert start(command) == 0 and "has finished" in say(capsys)
+    assert start([*command, "training.ratio=cispo"]) == 2
+    assert "training.ratio: None -> cispo" in say(capsys)
+
+    change_state(tmp_path / "a", lambda experiment: experiment.update(version=2))
+
+    assert start(command) == 2
+    assert "was made by an older version of this trainer" in say(capsys)
+
+
+# ---------------------------------------------------------------- data
+
+def write_rows(path, numbers, target=10):
+    lines = [json.dumps({"nums": [number, 7, 3], "target": target}) for number in numbers]
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+@pytest.mark.parametrize(("numbers", "target", "says"), [
+    (range(2, 60), 10, "34 questions to train on and 6 held out, and now 52 and 6"),
+    (range(3, 43), 10, "and now 34 and 6, or they differ otherwise"),
+    (range(2, 42), 11, "and now 34 and 6, or they differ otherwise"),
+    (reversed(range(2, 42)), 10, None)])  # The order in the file means nothing.
+def test_a_run_resumes_with_the_questions_it_was_trained_with_or_not_at_all(
+        numbers, target, says, tmp_path, capsys):
+    data = tmp_path / "data.jsonl"
+    command = [*TINY, f"run.dir={tmp_path}", f"data.dataset={data}"]
+    write_rows(data, range(2, 42))
+    assert start([*command, ONE_STEP]) == 0
+    write_rows(data, numbers, target)
+    before = (tmp_path / "a" / "metrics.jsonl").read_text()
+    capsys.readouterr()
+
+    code = start(command)
+
+    said = say(capsys)
+    assert code == (2 if says else 0) and (says or "resuming") in said
+    assert ((tmp_path / "a" / "metrics.jsonl").read_text() == before) == bool(says)
+
+
+TASK_OF_A_RANK = """
+import os
+from countdown import *
+from countdown import load as load_all
+def load(dataset, max_rows):
+    return load_all(dataset, max_rows)[int(os.environ["RANK"]):]
+"""
+
+
+def test_a_task_that_loads_different_rows_on_different_ranks_is_refused(tmp_path):
+    (tmp_path / "mine.py").write_text(TASK_OF_A_RANK)
+
+    result = ranks(2, run_without_curves, *TINY, f"run.dir={tmp_path}",
+                   f"task.name={tmp_path / 'mine.py'}")
+
+    assert result.codes == [2, 2]
+    assert "load returns different rows, or a different order, on different ranks" in result.stderr
+
+
+def test_a_file_of_its_own_is_evaluated_on_and_what_is_in_both_is_not_trained_on(
+        tmp_path, capsys):
+    learned = write_rows(tmp_path / "learned.jsonl", range(2, 42))
+    held_out = write_rows(tmp_path / "held_out.jsonl", range(40, 50))
+    command = [*TINY, ONE_STEP, f"run.dir={tmp_path}", f"data.dataset={learned}"]
+
+    assert start([*command, f"data.validation={held_out}"]) == 0
+
+    said = say(capsys)
+    assert "note: 2 problems are held out, so they are left out of the training" in said
+    assert "38 questions to train on" in said and "6 questions are held out" in said
+    asked = {sample["prompt"] for sample in read_jsonl(tmp_path / "a" / "samples.jsonl")}
+    assert len(asked) == 6
+    for prompt in asked:
+        assert any(f"numbers {number}, 7, 3 " in prompt for number in range(40, 50))
+    assert start([*command, "data.validation=none.jsonl", "run.name=b"]) == 2
+    assert "data.validation: cannot load 'none.jsonl'" in say(capsys)
+
+
+def test_a_task_may_mark_the_questions_that_are_held_out():
+    rows = [{"prompt": str(number)} for number in range(30)]
+    for row in rows[:10]:
+        row["held_out"] = True
+    rows.append({"prompt": "3"})
+
+    training, validation = split(rows, make_config(data__num_validation=4))
+
+    assert len(validation) == 4 and all(row["held_out"] for row in validation)
+    assert {row["prompt"] for row in training} == {str(number) for number in range(10, 30)}
+    with pytest.raises(UserError, match="leaves 0 training"):
+        split(rows[:10], make_config(data__num_validation=4))
+
+
+def test_a_hub_data_set_is_read_with_its_split(monkeypatch):
+    asked = []
+
+    def load_dataset(hub_id, name, split):
+        asked.append((hub_id, name, split))
+        return SimpleRows()
+
+    class SimpleRows:
+        def to_list(self):
+            return [{"question": "1 + 1?", "answer": "#### 2"}]
+
+    gsm8k = tasks.import_task("examples/gsm8k.py")
+    monkeypatch.setattr("countdown.load_dataset", load_dataset)
+    gsm8k.load("openai/gsm8k", None)
+    gsm8k.load("openai/gsm8k:test", None)
+
+    assert asked == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
+
+
+# ---------------------------------------------------------------- the last model
+
+def test_the_last_model_is_kept_beside_the_best(tmp_path, monkeypatch):
+    values = iter([0.2, 0.5, 0.3, 0.3])
+    in_truth = main.evaluation_metrics
+    monkeypatch.setattr(main, "evaluation_metrics", lambda *of: {
+        **in_truth(*of), "eval/solved": next(values), "eval/best_of_n": 1.0})
+
+    assert start([*TINY, f"run.dir={tmp_path}", "validation.every=1"]) == 0
+
+    folder = tmp_path / "a"
+    assert [(folder / link).resolve().name for link in ("best", "last")] == [
+        "model-000001", "model-000003"]
+    training = json.loads((folder / "last" / "training.json").read_text())
+    assert training["step"] == 3 and training["before_training"]["eval/solved"] == 0.2
