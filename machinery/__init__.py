@@ -5,10 +5,12 @@ Importing this package comes before everything else. It reads .env, and says wha
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 from dotenv import load_dotenv
 
+STARTED = time.time()  # just after Python has read main.py
 IS_FIRST_RANK = os.environ.get("RANK", "0") == "0"
 IS_A_COMMAND = Path(sys.argv[0]).name in ("main.py", "ask.py", "one_step.py")
 

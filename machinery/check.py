@@ -5,11 +5,8 @@ shares no line with main.py. `Policy`, `generate_plain` and `generate_fast` are 
 `FastPolicy`, the policy that learns and the reference are compared with `Policy`. Where one of them
 isn't exact, a run would learn from wrong numbers, and nothing would say so."""
 
-import hashlib
 import inspect
-import io
 import textwrap
-import tokenize
 from collections.abc import Callable
 from itertools import cycle, islice
 from typing import Any
@@ -18,6 +15,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
+from machinery.code import MAIN, digest_of
 from machinery.errors import UserError, as_user_error
 from machinery.fast import FastPolicy
 from machinery.passes import MadeUpAnswer
@@ -37,9 +35,9 @@ NO_STOP = [2**31 - 1]  # No token has this id, so all rows stay to the end.
 # say, so with model.fast=true they may not be edited. It calls the third one.
 FORWARD, GENERATE, LOG_PROBS = "Policy.forward", "generate_plain", "Policy.log_probs_of_tokens"
 AS_WRITTEN = {
-    FORWARD: "45022a2559c001ea",
-    GENERATE: "785dcc67ab86277d",
-    LOG_PROBS: "fa227c7907daa408",
+    FORWARD: "c5617763",
+    GENERATE: "c8366b31",
+    LOG_PROBS: "c959cae8",
 }
 
 
@@ -80,23 +78,16 @@ def check_model(
 
 # ---------------------------------------------------------------- edits of main.py
 
-def digest_of(function: Callable) -> str:
-    """Returns a digest of its code, without comments and docstring. Tokens are the same in every
-    version of Python, which what `ast` writes is not."""
-    source = textwrap.dedent(inspect.getsource(function))
-    words = []
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        is_code = token.type not in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE)
-        if is_code and not token.string.startswith('"""'):
-            words.append(token.string.strip() or tokenize.tok_name[token.type])
-    return hashlib.sha256(" ".join(words).encode()).hexdigest()[:16]
+def digest_of_function(function: Callable) -> str:
+    """Returns a digest of what its code means."""
+    return digest_of({MAIN: textwrap.dedent(inspect.getsource(function))})
 
 
 def edited_parts(policy_class: type, generate_plain: Callable) -> list[str]:
     digests = {
-        FORWARD: digest_of(policy_class.forward),
-        GENERATE: digest_of(generate_plain),
-        LOG_PROBS: digest_of(policy_class.log_probs_of_tokens),
+        FORWARD: digest_of_function(policy_class.forward),
+        GENERATE: digest_of_function(generate_plain),
+        LOG_PROBS: digest_of_function(policy_class.log_probs_of_tokens),
     }
     return [name for name, digest in digests.items() if digest != AS_WRITTEN[name]]
 

@@ -4,11 +4,12 @@ settings do. What machinery/ says, and what a task imports, isn't part of it."""
 import ast
 import hashlib
 import inspect
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from machinery import STARTED
+from machinery.errors import UserError
 from machinery.settings import Config
 from machinery.tasks import task_file
 
@@ -23,21 +24,26 @@ class Code:
 
 def code_of(main: Callable, config: Config) -> Code:
     """Returns the code of this process. `main` is any function of main.py."""
+    path = Path(inspect.getfile(main))
+    if path.exists() and path.stat().st_mtime > STARTED:
+        raise UserError(f"{path} has changed while the trainer was starting: start it again")
     lines, _ = inspect.findsource(main)  # the lines that run, even if no file has them
     task = task_file(config.task.name)
-    texts = {MAIN: "".join(lines), TASK: task.read_text(encoding="utf-8")}
-    return Code(texts, {MAIN: Path(inspect.getfile(main)), TASK: task})
+    texts = {MAIN: "".join(lines), TASK: task.read_text(encoding="utf-8-sig")}
+    return Code(texts, {MAIN: path, TASK: task})
 
+
+# ---------------------------------------------------------------- what code means
 
 def meaning(name: str, text: str) -> str:
-    """Returns the text as Python would write what it has read. So comments and line breaks don't
-    count. Docstrings of main.py don't, either, but a task's docstring may be its prompt."""
-    tree = ast.parse(text)
+    """Returns what Python reads in the text. So comments and line breaks don't count. Docstrings of
+    main.py don't, either, but a task's docstring may be its prompt."""
+    tree = ast.parse(text, name)
     if name == MAIN:
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
                 node.body = [part for part in node.body if not is_docstring(part)] or [ast.Pass()]
-    return ast.unparse(tree)
+    return written(tree)
 
 
 def is_docstring(statement: ast.stmt) -> bool:
@@ -46,14 +52,26 @@ def is_docstring(statement: ast.stmt) -> bool:
             and isinstance(statement.value.value, str))
 
 
+def written(part: object) -> str:
+    """Returns a part of a syntax tree as text. Unlike `ast.dump` and `ast.unparse`, it's the same
+    with each version of Python that we know."""
+    if isinstance(part, ast.AST):
+        fields = []
+        for name, value in ast.iter_fields(part):
+            if value not in (None, []):  # Newer versions have more fields, which are empty.
+                fields.append(f"{name}={written(value)}")
+        return f"{type(part).__name__}({' '.join(fields)})"
+    if isinstance(part, list):
+        return f"[{' '.join(map(written, part))}]"
+    return repr(part)
+
+
 def digest_of(texts: dict[str, str]) -> str:
     """Returns a short word for what the texts mean. YAML never takes it for a number."""
-    meanings = {name: meaning(name, text) for name, text in texts.items()}
-    text = json.dumps(meanings, sort_keys=True)
+    text = "\n".join(meaning(name, text) for name, text in sorted(texts.items()))
     return f"c{hashlib.sha256(text.encode()).hexdigest()[:7]}"
 
 
 def changed_files(then: dict[str, str], now: dict[str, str]) -> list[str]:
-    """Returns the names of the texts that mean something else. Digests aren't compared, because a
-    different version of Python may write the same meaning differently."""
+    """Returns the names of the texts that mean something else."""
     return [name for name in now if meaning(name, then[name]) != meaning(name, now[name])]

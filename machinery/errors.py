@@ -66,6 +66,8 @@ def errors_of_phase(phase: str, steps_done: int) -> Iterator[None]:
     """Turns what a lack of memory, or a model without probabilities, has caused into advice."""
     try:
         yield
+    except UserError:
+        raise
     except Exception as error:
         if is_out_of_memory(error):
             remedy = REMEDY_OF_PHASE.get(phase, LOAD_IN_LESS_MEMORY)

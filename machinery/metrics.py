@@ -222,26 +222,21 @@ def rewards_less_mean(group: list) -> list[float]:
 
 
 def grading_metrics(task: Task, groups: list[list]) -> dict[str, float]:
-    """Grades a few answers once more. Returns the share of those whose reward isn't what training
-    has used. Collective."""
-    num_graded = 0
-    num_wrong = 0
+    """Grades a few answers twice more. Returns the share of those whose reward isn't what training
+    has used, or nan if the reward is random, so that two gradings may differ. Collective."""
+    sums = {"graded": 0, "wrong": 0, "random": 0}
     for group in groups[:GROUPS_GRADED_AGAIN]:
         ranked = sorted(group, key=lambda answer: answer.reward)
         for answer in (ranked[0], ranked[-1]):
-            num_graded += 1
-            num_wrong += is_graded_wrongly(task, answer)
-    sums = sum_over_ranks({"graded": num_graded, "wrong": num_wrong})
-    return {"graded_wrongly": share(sums["wrong"], sums["graded"])}
-
-
-def is_graded_wrongly(task: Task, answer: Any) -> bool:
-    parts = grade(task, answer.completion, answer.question.row)
-    reward = sum(weight * parts[part] for part, weight in task.REWARD_WEIGHTS.items())
-    if parts == answer.reward_parts and math.isclose(reward, answer.reward, abs_tol=1e-9):
-        return False
-    # A reward may be random, and then no two gradings have to agree.
-    return parts == grade(task, answer.completion, answer.question.row)
+            parts = grade(task, answer.completion, answer.question.row)
+            reward = sum(weight * parts[part] for part, weight in task.REWARD_WEIGHTS.items())
+            is_same = math.isclose(reward, answer.reward, abs_tol=1e-9)
+            sums["graded"] += 1
+            sums["wrong"] += parts != answer.reward_parts or not is_same
+            sums["random"] += parts != grade(task, answer.completion, answer.question.row)
+    sums = sum_over_ranks(sums)
+    wrong = math.nan if sums["random"] else share(sums["wrong"], sums["graded"])
+    return {"graded_wrongly": wrong}
 
 
 def share(part: float, whole: float) -> float:
@@ -381,7 +376,7 @@ def signs_of_sampling(numbers: dict[str, float], config: Config) -> list[str]:
 
 def signs_of_rewards(numbers: dict[str, float]) -> list[str]:
     signs = []
-    if numbers["graded_wrongly"] > 0:
+    if numbers["graded_wrongly"] >= 0.2:  # Fewer may be a reward that is random now and then.
         signs.append(
             "! {graded_wrongly:.0%} of the answers that were graded once more have a different "
             "reward now: does each answer have the reward that the task gives it? See "
@@ -397,8 +392,8 @@ def signs_of_rewards(numbers: dict[str, float]) -> list[str]:
 
 def signs_of_update(numbers: dict[str, float], config: Config) -> list[str]:
     """Returns at most one sign, because an earlier one explains the later ones."""
-    difference = numbers["change_rewarded"] - numbers["change_punished"]
-    is_small = abs(difference) * max(1, config.training.warmup_steps) <= 6e-4  # at the full rate
+    change = abs(numbers["change_rewarded"]) + abs(numbers["change_punished"])
+    is_small = change * max(1, config.training.warmup_steps) <= 6e-4  # at the full rate
     is_exact = config.model.precision == "float32"  # Elsewhere rounding hides small changes.
     signs = [
         (numbers["non_finite"] == 1, (

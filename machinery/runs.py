@@ -47,7 +47,7 @@ class RunFolder:
         self.code = code
         self.code_digest = digest_of(code.texts)
         name = config.run.name or default_run_name(config, self.code_digest)
-        self.path = Path(config.run.dir) / name
+        self.path = Path(config.run.dir).expanduser() / name
         self.checkpoint: Path | None = None  # what this start resumes from
         self.state: dict[str, Any] = {}      # what its state.json holds
         self.code_changed: list[str] = []    # files that differ from those at the checkpoint
@@ -87,6 +87,7 @@ class RunFolder:
             except BlockingIOError:
                 raise UserError(f"{self.path} is in use by another process: wait for its end, or "
                                 "set run.name to another name") from None
+        os.register_at_fork(after_in_child=lock.close)  # A task's process may outlive this one.
         return lock
 
     def refuse_other_code(self) -> None:
@@ -124,17 +125,17 @@ class RunFolder:
     def relatives(self) -> list[tuple[Path, dict[str, Any]]]:
         """Returns the runs beside this one with the same settings but different code, the newest
         first, each with the state of its checkpoint."""
-        folders = sorted(self.path.parent.glob("*/checkpoints"), reverse=True,
-                         key=lambda checkpoints: checkpoints.stat().st_mtime)
         found = []
-        for checkpoints in folders:
-            with suppress(OSError, ValueError, LookupError):  # Its run may be saving just now.
+        for checkpoints in self.path.parent.glob("*/checkpoints"):
+            # Its run may be saving just now, and its code may be of a newer Python.
+            with suppress(OSError, ValueError, LookupError, SyntaxError):
                 [newest, *_] = numbered_folders(checkpoints, "step")
                 state = json.loads((newest / "state.json").read_text(encoding="utf-8"))
                 is_same = state["experiment"] == experiment(self.config)
                 if is_same and changed_files(state["code"], self.code.texts):
-                    found.append((checkpoints.parent, state))
-        return found
+                    found.append((newest.stat().st_mtime, checkpoints.parent, state))
+        found.sort(key=lambda relative: relative[0], reverse=True)
+        return [(folder, state) for _, folder, state in found]
 
     def seconds(self) -> float:
         """Returns how long this run has taken so far, earlier starts included."""

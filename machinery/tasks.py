@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import chain
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -104,7 +103,7 @@ def split(rows: list[dict], config: Config) -> tuple[list[dict], list[dict]]:
     of the rows. So if the data grow, none is held out that was trained on before."""
     unmarked = by_problem([row for row in rows if not row.get("held_out")])
     marked = by_problem([row for row in rows if row.get("held_out")])
-    candidates = marked or unmarked
+    candidates = marked if marked or config.data.validation else unmarked
     chosen = in_fixed_order(candidates)[:config.data.num_validation]
     validation = [candidates[problem][0] for problem in chosen]
     not_trained_on = set(marked or chosen)
@@ -138,9 +137,11 @@ def in_fixed_order(problems: Iterable[str]) -> list[str]:
 def describe_data(training: list[dict], validation: list[dict]) -> dict[str, Any]:
     """Returns how many rows there are, and a digest of what they hold, in their order."""
     digest = sha256()
-    for row in chain(training, validation):
+    rows = training + validation
+    for start in range(0, len(rows), 1000):
         # What JSON doesn't know, an object for example, counts with its type alone.
-        text = json.dumps(row, sort_keys=True, default=lambda value: type(value).__name__)
+        text = json.dumps(rows[start:start + 1000], sort_keys=True,
+                          default=lambda value: type(value).__name__)
         digest.update(text.encode())
     return {"training": len(training), "validation": len(validation), "digest": digest.hexdigest()}
 
@@ -167,7 +168,10 @@ def encode_prompt(row: dict, task: Task, tokenizer: PreTrainedTokenizerBase,
                   config: Config) -> list[int]:
     """Returns the tokens of a prompt, as plain text or as the user's turn of a chat."""
     if config.data.prompt_style == "base":
-        return tokenizer(row["prompt"])["input_ids"]
+        ids = tokenizer(row["prompt"])["input_ids"]
+        if not ids:
+            raise UserError(f"data.dataset: the prompt {row['prompt']!r} has no tokens")
+        return ids
     question = row["prompt"].removesuffix(task.REPLY_START).rstrip()
     messages = [{"role": "user", "content": question}]
     if task.SYSTEM_MESSAGE:
@@ -215,4 +219,7 @@ def check_parts(task: Task, parts: dict[str, float]) -> dict[str, float]:
         values[name] = float(parts[name])
         if not abs(values[name]) <= MOST:  # This also refuses nan.
             raise ValueError(f"reward_function returned {parts[name]!r} as {name}")
+    if not 0 <= values[task.SOLVED] <= 1:
+        raise ValueError(f"{task.SOLVED} says whether the question is solved, so it has to be from "
+                         f"0 to 1, and not {values[task.SOLVED]}")
     return values

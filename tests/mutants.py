@@ -26,6 +26,7 @@ FIRST_STEP, LORA = "test_first_step.py", "test_lora.py"
 RUN, RESUME = "test_run.py", "test_resume.py"
 FAILURES, COUNTDOWN, CONFIG = "test_failures.py", "test_countdown.py", "test_config.py"
 LOGGER, MODELS, CODE = "test_logger.py", "test_models.py", "test_code.py"
+ADAMW = f"{RUN}::test_a_step_is_adamws_with_the_betas_and_the_decay_of_the_settings"
 MARKED = f"{CODE}::test_a_task_may_mark_the_questions_that_are_held_out"
 # The first tests of some files take long, so these mutants name their test.
 RANKS = f"{FAMILY}::test_the_gradient_is_the_same_on_any_number_of_ranks"
@@ -238,8 +239,9 @@ MUTANTS = [
            "gathered[i % WORLD_SIZE][i // WORLD_SIZE]",
            "gathered[-1 - i % WORLD_SIZE][i // WORLD_SIZE]", GATHERED),
     Mutant("best of n chosen by what it does not know", "machinery/metrics.py",
-           "key=lambda answer: answer.reward)",
-           "key=lambda answer: answer.reward_parts[task.SOLVED])", BY_HAND),
+           "best_answer = max(group, key=lambda answer: answer.reward)",
+           "best_answer = max(group, key=lambda answer: answer.reward_parts[task.SOLVED])",
+           BY_HAND),
     Mutant("an interval as if all answers were independent", "machinery/metrics.py",
            "        n = min(most, max(n, mean", "        n = max(most, max(n, mean", INTERVAL),
     Mutant("a worse model replaces the best one", "main.py",
@@ -340,9 +342,9 @@ MUTANTS = [
            "for answer, direction in zip(group, [a.advantage for a in group], strict=True):",
            FIRST_STEP),
     Mutant("a report that takes the reward's word for it", "machinery/metrics.py",
-           "num_wrong += is_graded_wrongly(task, answer)", "num_wrong += 0", FIRST_STEP),
+           'sums["wrong"] += parts', 'sums["wrong"] += 0 and parts', FIRST_STEP),
     Mutant("betas of AdamW swapped", "main.py",
-           "betas=training.adam_betas", "betas=training.adam_betas[::-1]", LEARNING),
+           "betas=training.adam_betas", "betas=training.adam_betas[::-1]", ADAMW),
     Mutant("weights in bfloat16 that nothing names", "machinery/metrics.py",
            'precision == "bfloat16" and', 'precision == "float16" and', FIRST_STEP),
     Mutant("a gap that counts both directions against each other", "machinery/metrics.py",

@@ -2,7 +2,9 @@
 is reported from it."""
 
 import json
+import sys
 
+import mistakes
 import pytest
 from conftest import SMALL, make_config, read_jsonl, run_without_curves, start
 from processes import ROOT, ranks
@@ -51,13 +53,26 @@ def test_a_digest_is_never_read_as_a_number():
         assert text == digest_of({MAIN: f"x = {number}"})
 
 
-def test_code_is_what_runs_also_under_another_name(tmp_path):
+def test_code_is_what_runs_also_under_another_name(tmp_path, monkeypatch):
     copy = tmp_path / "mine.py"
     copy.write_text((ROOT / "main.py").read_text().replace(*FLIP))
-
     module = tasks.import_task(str(copy))
+    with pytest.raises(UserError, match="has changed while the trainer was starting"):
+        code_of(module.main, make_config())
+
+    monkeypatch.setattr("machinery.code.STARTED", copy.stat().st_mtime)
 
     assert code_of(module.main, make_config()).texts[MAIN] == copy.read_text()
+
+
+def test_a_mistake_of_the_bench_is_measured_as_the_code_that_it_runs(monkeypatch):
+    monkeypatch.setitem(sys.modules, "main", main)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    module = mistakes.main_with("no-mean")
+
+    text = code_of(module.main, make_config()).texts[MAIN]
+
+    assert digest_of({MAIN: text}) != digest_of({MAIN: (ROOT / "main.py").read_text()})
 
 
 # ---------------------------------------------------------------- edited code
@@ -241,6 +256,8 @@ def test_a_task_may_mark_the_questions_that_are_held_out():
     assert {row["prompt"] for row in training} == {str(number) for number in range(10, 30)}
     with pytest.raises(UserError, match="leaves 0 training"):
         split(rows[:10], make_config(data__num_validation=4))
+    with pytest.raises(UserError, match="20 training and 0 validation"):  # None is made up for it.
+        split(rows[10:30], make_config(data__num_validation=4, data__validation="x"))
 
 
 def test_a_hub_data_set_is_read_with_its_split(monkeypatch):

@@ -2,7 +2,6 @@
 
 import math
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from conftest import (
     ARCHITECTURES,
     BOUND,
     PROMPTS,
-    SILENT_LOG,
     TEMPERATURE,
     VOCABULARY,
     gradient,
@@ -29,7 +27,6 @@ import main
 from machinery.errors import SharedError
 from machinery.metrics import count_skipped
 from machinery.passes import split_into_micro_batches
-from machinery.runs import NEW
 from machinery.settings import is_due
 
 pytestmark = pytest.mark.mathematics
@@ -306,28 +303,3 @@ def test_five_skipped_steps_in_a_row_end_the_run_and_a_good_one_between_them_doe
     assert (count_skipped(3, bad, 9), count_skipped(4, good, 9)) == (4, 0)
     with pytest.raises(SharedError, match="not finite in 5 steps in a row, up to step 9"):
         count_skipped(4, bad, 9)
-
-
-# ---------------------------------------------------------------- AdamW
-
-def test_a_step_is_adamws_with_the_betas_and_the_decay_of_the_settings(one_rank):
-    """Two steps of one weight, by the formula of Loshchilov and Hutter 2019."""
-    betas, decay, rate = (0.5, 0.8), 0.1, 0.01
-    config = make_config(training__adam_betas=betas, training__weight_decay=decay,
-                         model__precision="float32", data__max_rows=300)
-    folder = SimpleNamespace(check_data=lambda *rows: None, restore=lambda *of: NEW)
-    run = main.prepare(config, folder, SILENT_LOG)
-    weights = next(run.policy.parameters())
-    run.optimizer.param_groups[0]["lr"] = rate
-    expected, first, second = weights.flatten()[0].item(), 0.0, 0.0
-    for step, slope in enumerate((0.3, -0.7), start=1):
-        for parameter in run.policy.parameters():
-            parameter.grad.zero_()
-        weights.grad.view(-1)[0] = slope
-        run.optimizer.step()
-
-        first = betas[0] * first + (1 - betas[0]) * slope
-        second = betas[1] * second + (1 - betas[1]) * slope**2
-        unbiased = first / (1 - betas[0]**step), second / (1 - betas[1]**step)
-        expected -= rate * decay * expected + rate * unbiased[0] / (math.sqrt(unbiased[1]) + 1e-8)
-        assert weights.flatten()[0].item() == pytest.approx(expected, rel=1e-5)

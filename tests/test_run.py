@@ -25,6 +25,7 @@ from processes import ROOT, ranks, run, torchrun
 import countdown
 import main
 from machinery.ranks import end_process, join, leave_group, max_over_ranks, sum_over_ranks
+from machinery.runs import NEW
 from machinery.tasks import split
 
 # ---------------------------------------------------------------- what a run leaves behind
@@ -329,3 +330,28 @@ def test_sums_and_maxima_are_those_of_all_ranks_on_each():
     result = ranks(2, add_up_over_ranks)
 
     assert result.returncode == 0, result.stderr
+
+
+# ---------------------------------------------------------------- AdamW
+
+def test_a_step_is_adamws_with_the_betas_and_the_decay_of_the_settings(one_rank):
+    """Two steps of one weight, by the formula of Loshchilov and Hutter 2019."""
+    betas, decay, rate = (0.5, 0.8), 0.1, 0.01
+    config = make_config(training__adam_betas=betas, training__weight_decay=decay,
+                         model__precision="float32", data__max_rows=300)
+    folder = SimpleNamespace(check_data=lambda *rows: None, restore=lambda *of: NEW)
+    made = main.prepare(config, folder, SILENT_LOG)
+    weights = next(made.policy.parameters())
+    made.optimizer.param_groups[0]["lr"] = rate
+    expected, first, second = weights.flatten()[0].item(), 0.0, 0.0
+    for step, slope in enumerate((0.3, -0.7), start=1):
+        for parameter in made.policy.parameters():
+            parameter.grad.zero_()
+        weights.grad.view(-1)[0] = slope
+        made.optimizer.step()
+
+        first = betas[0] * first + (1 - betas[0]) * slope
+        second = betas[1] * second + (1 - betas[1]) * slope**2
+        unbiased = first / (1 - betas[0]**step), second / (1 - betas[1]**step)
+        expected -= rate * decay * expected + rate * unbiased[0] / (math.sqrt(unbiased[1]) + 1e-8)
+        assert weights.flatten()[0].item() == pytest.approx(expected, rel=1e-5)
