@@ -75,6 +75,7 @@ class RunFolder:
 
     def __exit__(self, *exception: object) -> None:
         if self.lock is not None:
+            fcntl.flock(self.lock, fcntl.LOCK_UN)  # A task's process may still have it open.
             self.lock.close()
 
     def take_lock(self) -> TextIO:
@@ -87,7 +88,6 @@ class RunFolder:
             except BlockingIOError:
                 raise UserError(f"{self.path} is in use by another process: wait for its end, or "
                                 "set run.name to another name") from None
-        os.register_at_fork(after_in_child=lock.close)  # A task's process may outlive this one.
         return lock
 
     def refuse_other_code(self) -> None:

@@ -17,15 +17,14 @@ from machinery.tasks import split
 
 TINY = [*SMALL, "training.max_new_gen_tokens=16"]
 ONE_STEP = "training.max_steps=1"
-FLIP = ("answer.reward - mean_reward", "mean_reward - answer.reward")
+EDIT = "\nEDITED = 1\n"
 
 
-def edited(before: str, after: str, name: str = MAIN):
-    """In place of `code_of`, as if the file said something else."""
+def edited(addition: str, name: str = MAIN):
+    """In place of `code_of`, as if the file said this too."""
     def code_of_edited(function, config):
         code = code_of(function, config)
-        assert code.texts[name].count(before) >= 1
-        return Code({**code.texts, name: code.texts[name].replace(before, after)}, code.paths)
+        return Code({**code.texts, name: code.texts[name] + addition}, code.paths)
     return code_of_edited
 
 
@@ -55,7 +54,7 @@ def test_a_digest_is_never_read_as_a_number():
 
 def test_code_is_what_runs_also_under_another_name(tmp_path, monkeypatch):
     copy = tmp_path / "mine.py"
-    copy.write_text((ROOT / "main.py").read_text().replace(*FLIP))
+    copy.write_text((ROOT / "main.py").read_text() + EDIT)
     module = tasks.import_task(str(copy))
     with pytest.raises(UserError, match="has changed while the trainer was starting"):
         code_of(module.main, make_config())
@@ -65,6 +64,7 @@ def test_code_is_what_runs_also_under_another_name(tmp_path, monkeypatch):
     assert code_of(module.main, make_config()).texts[MAIN] == copy.read_text()
 
 
+@pytest.mark.house
 def test_a_mistake_of_the_bench_is_measured_as_the_code_that_it_runs(monkeypatch):
     monkeypatch.setitem(sys.modules, "main", main)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -84,11 +84,11 @@ def test_the_same_command_with_edited_code_is_a_new_run_that_names_the_old_one(
     assert start(command) == 0
     [old] = tmp_path.iterdir()
     assert "different" not in say(capsys)
-    monkeypatch.setattr(main, "code_of", edited("# 4. Compare every", "# 4. Compare each"))
+    monkeypatch.setattr(main, "code_of", edited("# Why?\n"))
     assert start(command) == 0
     assert "this run has finished" in say(capsys)
 
-    monkeypatch.setattr(main, "code_of", edited(*FLIP))
+    monkeypatch.setattr(main, "code_of", edited(EDIT))
     assert start(command) == 0
 
     said = say(capsys)
@@ -98,19 +98,18 @@ def test_the_same_command_with_edited_code_is_a_new_run_that_names_the_old_one(
     assert f"run.name={old.name} run.code={digest}" in said
     assert f"one_run.py {new} {old}" in said
     assert [entry["step"] for entry in read_jsonl(new / "metrics.jsonl")] == [0, 1, 1]
-    assert FLIP[1] in (new / MAIN).read_text() and FLIP[1] not in (old / MAIN).read_text()
+    assert EDIT in (new / MAIN).read_text() and EDIT not in (old / MAIN).read_text()
 
 
-@pytest.mark.parametrize(("name", "path", "edit"), [
-    (MAIN, ROOT / "main.py", FLIP),
-    (TASK, ROOT / "countdown.py", ('SOLVED = "answer"', 'SOLVED = "format"'))])
+@pytest.mark.parametrize(("name", "path"), [
+    (MAIN, ROOT / "main.py"), (TASK, ROOT / "countdown.py")])
 def test_a_named_run_that_other_code_has_made_continues_only_with_the_code_that_is_accepted(
-        name, path, edit, tmp_path, capsys, monkeypatch):
+        name, path, tmp_path, capsys, monkeypatch):
     command = [*TINY, f"run.dir={tmp_path}"]
     folder = tmp_path / "a"
     assert start([*command, ONE_STEP]) == 0
     before = (folder / "metrics.jsonl").read_text()
-    monkeypatch.setattr(main, "code_of", edited(*edit, name))
+    monkeypatch.setattr(main, "code_of", edited(EDIT, name))
     digest = digest_of(main.code_of(main.main, make_config()).texts)
     # As if a start that was accepted had been killed before its first checkpoint.
     (folder / name).write_text("newer")
@@ -127,7 +126,7 @@ def test_a_named_run_that_other_code_has_made_continues_only_with_the_code_that_
 
     assert start([*command, f"run.code={digest}", "training.max_steps=2"]) == 0
     assert f"from here on with a different {name}" in say(capsys)
-    assert edit[1] in (folder / name).read_text()
+    assert EDIT in (folder / name).read_text()
     assert start(command) == 0  # From now on this is the code of the run.
 
     records = read_jsonl(folder / "metrics.jsonl")
@@ -140,7 +139,7 @@ def test_a_named_run_that_other_code_has_made_continues_only_with_the_code_that_
 
 def run_with_code_of_its_own(folder: str):
     if main.RANK == 1:
-        main.code_of = edited(*FLIP)
+        main.code_of = edited(EDIT)
     run_without_curves(*TINY, f"run.dir={folder}")
 
 
