@@ -291,13 +291,14 @@ FIRST_STEP = [
     "data.max_rows=2000", "run.name=a"]
 
 
-def flipped(compare_with_group):
+def flipped(compute_advantages):
     """The sign of every advantage is wrong."""
-    def compare(group, training):
-        compare_with_group(group, training)
-        for answer in group:
+    def compute(groups, training):
+        answers = compute_advantages(groups, training)
+        for answer in answers:
             answer.advantage = -answer.advantage
-    return compare
+        return answers
+    return compute
 
 
 def exchanged(score):
@@ -312,7 +313,7 @@ def exchanged(score):
 
 
 @pytest.mark.parametrize(("name", "mistake", "says"), [
-    ("compare_with_group", flipped, "became less likely"),
+    ("compute_advantages", flipped, "became less likely"),
     ("score", exchanged, "graded once more have a different reward")])
 def test_the_report_believes_neither_the_advantages_nor_the_rewards_of_the_code(
         name, mistake, says, tmp_path, monkeypatch, capsys):
