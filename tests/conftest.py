@@ -140,6 +140,9 @@ def learn(model, trajectories, **overrides):
     if config.training.kl_beta:
         run.reference = main.make_policy(main.make_reference(reference_of(model), config), config)
     answers = [dataclasses.replace(trajectory) for trajectory in trajectories]
+    sampled_with = as_numbers(plain_logprobs(model, answers, TEMPERATURE))
+    for answer, log_probs in zip(answers, sampled_with, strict=True):
+        answer.sampler_log_probs = torch.tensor(log_probs, dtype=torch.float64)
     return main.learn(run, answers)[-1]
 
 

@@ -209,11 +209,11 @@ def advantages_of(rewards: list[float], **overrides) -> list[float]:
     return [answer.advantage for answer in group]
 
 
-def test_the_advantage_is_the_reward_less_the_mean_of_its_group():
+def test_the_advantage_is_the_reward_less_the_mean_of_its_group(one_rank):
     assert advantages_of([1.1, 0.1, 0.1, 0.0]) == pytest.approx([0.775, -0.225, -0.225, -0.325])
 
 
-def test_equal_rewards_mean_an_advantage_of_exactly_zero():
+def test_equal_rewards_mean_an_advantage_of_exactly_zero(one_rank):
     for size in (2, 3, 7, 32):  # The mean of some of these would be rounded.
         assert advantages_of([0.1] * size) == [0.0] * size
 
@@ -221,7 +221,7 @@ def test_equal_rewards_mean_an_advantage_of_exactly_zero():
 BY_DEVIATION, BY_MEAN = [{"training__scale_rewards": scale} for scale in ("group", "mean")]
 
 
-def test_advantages_of_grpo_are_divided_by_the_groups_standard_deviation():
+def test_advantages_of_grpo_are_divided_by_the_groups_standard_deviation(one_rank):
     rewards = [1.1, 0.1, 0.1, 0.0]
     mean = sum(rewards) / 4
     deviation = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / 3)
@@ -231,7 +231,7 @@ def test_advantages_of_grpo_are_divided_by_the_groups_standard_deviation():
     assert advantages_of([0.1] * 7, **BY_DEVIATION) == [0.0] * 7  # Also where rewards are equal.
 
 
-def test_advantages_of_maxrl_are_divided_by_the_mean_size_of_the_rewards():
+def test_advantages_of_maxrl_are_divided_by_the_mean_size_of_the_rewards(one_rank):
     # With a share p of right answers, they are 1 / p - 1 for a right one, and -1 for a wrong one.
     assert advantages_of([1.0, 0.0, 0.0, 0.0], **BY_MEAN) == [3, -1, -1, -1]
     assert advantages_of([1.0, 1.0, 0.0, 1.0], **BY_MEAN) == pytest.approx([1/3, 1/3, -1, 1/3])
@@ -243,7 +243,7 @@ def test_advantages_of_maxrl_are_divided_by_the_mean_size_of_the_rewards():
 SIL = {"training__learning_type": "sil", "training__k_best_of_n": [2, 4]}
 
 
-def test_sil_imitates_the_k_best_and_nothing_that_earned_nothing():
+def test_sil_imitates_the_k_best_and_nothing_that_earned_nothing(one_rank):
     assert advantages_of([0.1, 1.1, 0.0, 0.6], **SIL) == [0, 1, 0, 1]
     assert advantages_of([0.0, 1.1, 0.0, 0.0], **SIL) == [0, 1, 0, 0]
     assert advantages_of([0.0] * 4, **SIL) == [0, 0, 0, 0]
@@ -253,7 +253,7 @@ def test_sil_imitates_the_k_best_and_nothing_that_earned_nothing():
     assert advantages_of([0.1, 1.1, 0.1, 0.1], **SIL) == [1, 1, 0, 0]
 
 
-def test_only_the_answers_that_sil_imitates_count_in_the_normalizer():
+def test_only_the_answers_that_sil_imitates_count_in_the_normalizer(one_rank):
     group = make_group([0.1, 1.1, 0.0, 0.6])
     learned = main.compute_advantages([group], make_config(**SIL).training)
     assert sorted(map(id, learned)) == sorted(map(id, group[1::2]))
