@@ -139,11 +139,16 @@ def learn(model, trajectories, **overrides):
     run = make_policy(model, config, gradient_as_bucket_view=True)
     if config.training.kl_beta:
         run.reference = main.make_policy(main.make_reference(reference_of(model), config), config)
+    return main.learn(run, as_sampled_from(model, trajectories))[-1]
+
+
+def as_sampled_from(model, trajectories: list) -> list:
+    """Copies of these answers, with their log-probabilities while the model sampled them."""
     answers = [dataclasses.replace(trajectory) for trajectory in trajectories]
     sampled_with = as_numbers(plain_logprobs(model, answers, TEMPERATURE))
     for answer, log_probs in zip(answers, sampled_with, strict=True):
         answer.sampler_log_probs = torch.tensor(log_probs, dtype=torch.float64)
-    return main.learn(run, answers)[-1]
+    return answers
 
 
 def learn_in_plain_loops(trajectories, architecture, dtype=torch.float64, **overrides):

@@ -17,6 +17,7 @@ from conftest import (
     QUESTIONS,
     TEMPERATURE,
     as_numbers,
+    as_sampled_from,
     learning_config,
     make_model,
     make_policy,
@@ -61,7 +62,7 @@ def update(trajectories, **overrides):
     run = make_policy(model, config, gradient_as_bucket_view=True)
     if config.training.kl_beta:
         run.reference = main.make_policy(main.make_reference(reference_of(model), config), config)
-    answers = [dataclasses.replace(trajectory) for trajectory in trajectories]
+    answers = as_sampled_from(model, trajectories)
     metrics = main.learn(run, answers)[-1]
     learned = [answer for answer in answers if answer.old_log_probs is not None]
     groups = []  # Rewards point where the advantages do, and are all that the instrument sees.
