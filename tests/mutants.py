@@ -342,7 +342,7 @@ MUTANTS = [
            "for answer, direction in zip(group, [a.advantage for a in group], strict=True):",
            FIRST_STEP),
     Mutant("a report that takes the reward's word for it", "machinery/metrics.py",
-           'sums["wrong"] += parts', 'sums["wrong"] += 0 and parts', FIRST_STEP),
+           'numbers["graded_wrongly"] >= 0.2', 'numbers["graded_wrongly"] > 1', FIRST_STEP),
     Mutant("betas of AdamW swapped", "main.py",
            "betas=training.adam_betas", "betas=training.adam_betas[::-1]", ADAMW),
     Mutant("weights in bfloat16 that nothing names", "machinery/metrics.py",

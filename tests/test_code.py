@@ -247,7 +247,7 @@ def test_a_task_may_mark_the_questions_that_are_held_out():
     rows = [{"prompt": str(number)} for number in range(30)]
     for row in rows[:10]:
         row["held_out"] = True
-    rows.append({"prompt": "3"})
+    rows += [{"prompt": str(number)} for number in range(10)]
 
     training, validation = split(rows, make_config(data__num_validation=4))
 
@@ -281,10 +281,10 @@ def test_a_hub_data_set_is_read_with_its_split(monkeypatch):
 # ---------------------------------------------------------------- the last model
 
 def test_the_last_model_is_kept_beside_the_best(tmp_path, monkeypatch):
-    values = iter([0.2, 0.5, 0.3, 0.3])
+    solved, best_of_n = iter([0.2, 0.5, 0.3, 0.3]), iter([1.0, 0.9, 0.8, 0.7])
     in_truth = main.evaluation_metrics
     monkeypatch.setattr(main, "evaluation_metrics", lambda *of: {
-        **in_truth(*of), "eval/solved": next(values), "eval/best_of_n": 1.0})
+        **in_truth(*of), "eval/solved": next(solved), "eval/best_of_n": next(best_of_n)})
 
     assert start([*TINY, f"run.dir={tmp_path}", "validation.every=1"]) == 0
 
