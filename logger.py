@@ -85,13 +85,13 @@ class Logger:
         lines = (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         self.history = [json.loads(line) for line in lines]
         if not self.folder.checkpoint:
-            self._tell_of_relative()
+            self._tell_of_relative("To continue that one instead, add")
         else:
             print(f"resuming from {self.folder.checkpoint}")
-            if self.folder.code_changed:
-                print(wrap(f"from here on with a different {self.folder.code_changed[0]}"))
             if step >= self.config.training.max_steps:
                 print("this run has finished: raise training.max_steps to train further")
+            elif self.folder.code_changed:
+                print(f"from here on with a different {' and '.join(self.folder.code_changed)}")
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         print(wrap(
             f"{num_parameters / 1e6:,.1f} M parameters in {self.config.model.precision} on "
@@ -105,15 +105,23 @@ class Logger:
             self.mlflow = Thread(target=self._serve_mlflow, daemon=True)
             self.mlflow.start()
 
-    def _tell_of_relative(self) -> None:
-        """Says which run has the same settings, and how to continue it with this code. After an
-        update of the trainer, a job that starts once more would begin at step 0 unnoticed."""
-        for relative, state in self.folder.relatives()[:1]:
-            names = " and ".join(changed_files(state["code"], self.folder.code.texts))
-            print(wrap(
-                f"this is a new run: {relative}, at step {state['step']}, has the same settings "
-                f"but a different {names}. To continue that one with this code, add"))
-            print(f"run.name={relative.name} run.code={self.folder.code_digest}")
+    def _tell_of_relative(self, how_to_continue: str = "") -> None:
+        """Says which other run has the same settings, and how to compare both or to continue that
+        one. After an update of the trainer, a job that starts once more would otherwise begin at
+        step 0 unnoticed."""
+        relative = self.folder.newest_relative()
+        if relative is None:
+            return
+        path, state = relative
+        names = changed_files(state["code"], self.folder.code.texts)
+        code = f"a different {' and '.join(names)}" if names else "the same code"
+        print(wrap(f"{path}, at step {state['step']}, has the same settings and {code}. To compare "
+                   "both (one seed each):"))
+        print(shlex.join([sys.executable, str(ROOT / "examples/one_run.py"), str(self.path),
+                          str(path)]))
+        if how_to_continue:
+            accepted = f" run.code={self.folder.code_digest}" if names else ""
+            print(f"{how_to_continue} run.name={path.name}{accepted}")
 
     # ------------------------------------------------------------ while it runs
 
@@ -178,9 +186,7 @@ class Logger:
     def how_it_was_made(self, step: int, metrics: dict[str, float]) -> dict[str, Any]:
         """Returns the settings, this evaluation, and the one before training."""
         evaluation = {"step": step, **metrics}
-        evaluations = [entry for entry in self.history if "eval/solved" in entry]
-        before_training = [*evaluations, evaluation][0]
-        return {**evaluation, "before_training": before_training,
+        return {**evaluation, "before_training": [*self._evaluations(), evaluation][0],
                 "settings": self.config.model_dump(mode="json")}
 
     # ------------------------------------------------------------ what is kept
@@ -216,10 +222,7 @@ class Logger:
         print(f"the best model, of step {summary['best']['step']}, {where}")
         look = [sys.executable, str(ROOT / "examples/one_run.py"), str(self.path)]
         print(f"look at it: {shlex.join(look)}")
-        for relative, _ in self.folder.relatives()[:1]:
-            print(wrap(f"the same settings with different code are in {relative}, one seed each. "
-                       "To compare both:"))
-            print(shlex.join([*look, str(relative)]))
+        self._tell_of_relative()
         if self.config.task.name == "countdown":
             ask = [sys.executable, str(ROOT / "examples/ask.py"), "--model", str(folder)]
             print(f"try it: {shlex.join([*ask, '3', '7', '25', '=', '68'])}")
@@ -229,8 +232,11 @@ class Logger:
         if not sys.stdout.isatty():
             print(json.dumps(summary))
 
+    def _evaluations(self) -> list[dict]:
+        return [entry for entry in self.history if "eval/solved" in entry]
+
     def _summary(self) -> dict[str, Any]:
-        evaluations = [entry for entry in self.history if "eval/solved" in entry]
+        evaluations = self._evaluations()
         best = max(evaluations, key=quality)
         return {"run": self.path.name, "folder": str(self.path), "steps": self.history[-1]["step"],
                 "seconds": round(self.folder.seconds(), 1),

@@ -332,7 +332,7 @@ def learn(run: Run, answers: list[Trajectory]) -> list[dict[str, float]]:
         update = policy_gradient(run, learned, totals)
         updates.append(update)
         if update["non_finite"]:
-            break  # The gradient that all ranks share is inf or nan. The weights stay.
+            break  # The loss or the gradient is inf or nan, summed over all ranks.
         run.optimizer.step()
     refresh_sampler(run.sampler, run.model)  # By default they share their weights already.
     return updates
@@ -351,6 +351,7 @@ def policy_gradient(
     # Gradients of micro-batches add up on their rank, and ranks share the sums once, in the last
     # backward pass. So each rank needs at least one micro-batch: if it has nothing to learn from,
     # `split_into_micro_batches` makes up an answer without tokens, and its loss is an empty sum.
+    # (`Sharded` shares in each backward pass, and there all ranks get equally many micro-batches.)
     micro_batches = split_into_micro_batches(learned, training)
     for batch in run.log.progress(micro_batches):
         is_last = batch is micro_batches[-1]
@@ -756,7 +757,7 @@ def kl_estimate(log_probs: torch.Tensor, batch: list[Trajectory]) -> torch.Tenso
 
         sum of policy * -q * grad log policy  =  sum of -reference * grad log policy
 
-    over all tokens, which is the gradient of KL(reference || policy)."""
+    over all possible tokens. This is the gradient of KL(reference || policy)."""
     reference_log_probs = torch.cat([answer.reference_log_probs for answer in batch])
     log_q = reference_log_probs - log_probs
     return torch.expm1(log_q) - log_q

@@ -2,17 +2,23 @@
 
 Importing this package comes before everything else. It reads .env, and says what takes so long."""
 
+import linecache
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 from dotenv import load_dotenv
 
-STARTED = time.time()  # just after Python has read main.py
 IS_FIRST_RANK = os.environ.get("RANK", "0") == "0"
 IS_A_COMMAND = Path(sys.argv[0]).name in ("main.py", "ask.py", "one_step.py")
+
+
+def keep_source(file: str) -> None:
+    """Lets `inspect` see the text that Python has just read, also if the file is edited while the
+    imports take their time. An entry without a time is never read again."""
+    lines = Path(file).read_text(encoding="utf-8").splitlines(keepends=True)
+    linecache.cache[file] = (len(lines), None, lines, file)
 
 
 def on_ctrl_c() -> None:
@@ -28,6 +34,8 @@ def on_ctrl_c() -> None:
         signal.signal(signal.SIGINT, end if IS_FIRST_RANK else signal.SIG_DFL)
 
 
+if getattr(sys.modules["__main__"], "__file__", "").endswith(".py"):
+    keep_source(sys.modules["__main__"].__file__)
 if IS_A_COMMAND:
     on_ctrl_c()
     if IS_FIRST_RANK:

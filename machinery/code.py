@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from machinery import STARTED
-from machinery.errors import UserError
 from machinery.settings import Config
 from machinery.tasks import task_file
 
@@ -24,13 +22,10 @@ class Code:
 
 def code_of(main: Callable, config: Config) -> Code:
     """Returns the code of this process. `main` is any function of main.py."""
-    path = Path(inspect.getfile(main))
-    if path.exists() and path.stat().st_mtime > STARTED:
-        raise UserError(f"{path} has changed while the trainer was starting: start it again")
-    lines, _ = inspect.findsource(main)  # the lines that run, even if no file has them
+    lines, _ = inspect.findsource(main)  # the lines that run, even if no file has them any more
     task = task_file(config.task.name)
     texts = {MAIN: "".join(lines), TASK: task.read_text(encoding="utf-8-sig")}
-    return Code(texts, {MAIN: path, TASK: task})
+    return Code(texts, {MAIN: Path(inspect.getfile(main)), TASK: task})
 
 
 # ---------------------------------------------------------------- what code means
@@ -53,8 +48,8 @@ def is_docstring(statement: ast.stmt) -> bool:
 
 
 def written(part: object) -> str:
-    """Returns a part of a syntax tree as text. Unlike `ast.dump` and `ast.unparse`, it's the same
-    with each version of Python that we know."""
+    """Returns a part of a syntax tree as text. Unlike those of `ast.dump` and `ast.unparse`, it's
+    the same in Python 3.11 to 3.13, except for some nested f-strings."""
     if isinstance(part, ast.AST):
         fields = []
         for name, value in ast.iter_fields(part):
@@ -63,7 +58,7 @@ def written(part: object) -> str:
         return f"{type(part).__name__}({' '.join(fields)})"
     if isinstance(part, list):
         return f"[{' '.join(map(written, part))}]"
-    return repr(part)
+    return ascii(part)  # What `repr` escapes depends on the version.
 
 
 def digest_of(texts: dict[str, str]) -> str:
@@ -74,4 +69,8 @@ def digest_of(texts: dict[str, str]) -> str:
 
 def changed_files(then: dict[str, str], now: dict[str, str]) -> list[str]:
     """Returns the names of the texts that mean something else."""
-    return [name for name in now if meaning(name, then[name]) != meaning(name, now[name])]
+    changed = []
+    for name, text in now.items():
+        if text != then[name] and meaning(name, text) != meaning(name, then[name]):
+            changed.append(name)
+    return changed

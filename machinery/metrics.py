@@ -177,10 +177,7 @@ def change_metrics(
     """Returns how the update has changed the log-probabilities of answers above and below their
     group's mean reward. It doesn't look at advantages, because the code that has computed them may
     be what is wrong. Collective."""
-    directions = {}  # by the id of the answer
-    for group in groups:
-        for answer, direction in zip(group, rewards_less_mean(group), strict=True):
-            directions[id(answer)] = direction
+    directions = reward_directions(groups)
     changes = []
     directions_of_tokens = []
     for batch, log_probs, _ in measure_in_batches(policy, learned, training):
@@ -212,13 +209,16 @@ def change_metrics(
     }
 
 
-def rewards_less_mean(group: list) -> list[float]:
-    """Returns exactly 0 for all answers where their rewards are equal."""
-    rewards = [answer.reward for answer in group]
-    if max(rewards) == min(rewards):
-        return [0.0] * len(group)
-    mean_reward = fmean(rewards)
-    return [reward - mean_reward for reward in rewards]
+def reward_directions(groups: list[list]) -> dict[int, float]:
+    """Returns, by the id of the answer, its reward less the mean of its group. Where all rewards of
+    a group are equal, that's exactly 0."""
+    directions = {}
+    for group in groups:
+        rewards = [answer.reward for answer in group]
+        mean_reward = rewards[0] if max(rewards) == min(rewards) else fmean(rewards)
+        for answer in group:
+            directions[id(answer)] = answer.reward - mean_reward
+    return directions
 
 
 def grading_metrics(task: Task, groups: list[list]) -> dict[str, float]:
@@ -379,8 +379,8 @@ def signs_of_rewards(numbers: dict[str, float]) -> list[str]:
     if numbers["graded_wrongly"] >= 0.2:  # Fewer may be a reward that is random now and then.
         signs.append(
             "! {graded_wrongly:.0%} of the answers that were graded once more have a different "
-            "reward now: does each answer have the reward that the task gives it? See "
-            "score".format(**numbers))
+            "reward now: does each answer have the reward that the task gives it? See score. If "
+            "your code changes rewards, it may be meant".format(**numbers))
     for name, mean in numbers.items():
         if name.startswith("reward/") and mean == 0:
             signs.append(

@@ -97,12 +97,14 @@ class RunFolder:
         if not self.code_changed or self.config.run.code == self.code_digest:
             return
         self.write_code(then)  # If a start that was killed has left newer code there.
-        name = self.code_changed[0]
+        names = " and ".join(self.code_changed)
+        commands = []
+        for name in self.code_changed:
+            commands.append(f"diff {self.path / name} {self.code.paths[name]}")
         raise UserError(
-            f"{self.path} was made by a different {name}, up to step {self.state['step']}. To see "
-            f"the difference: diff {self.path / name} {self.code.paths[name]}. To start over, set "
-            "run.name to another name. To continue with this code all the same, add "
-            f"run.code={self.code_digest}")
+            f"{self.path} was made by a different {names}, up to step {self.state['step']}. To see "
+            f"the difference: {' and '.join(commands)}. To start over, set run.name to another "
+            f"name. To continue with this code all the same, add run.code={self.code_digest}")
 
     def write_code(self, texts: dict[str, str]) -> None:
         for name, text in texts.items():
@@ -117,25 +119,24 @@ class RunFolder:
         then = self.state.get("data", self.data)
         if then != self.data:
             raise SharedError(
-                f"{self.path} was made with other data: {then['training']:,} questions to train on "
-                f"and {then['validation']:,} held out, and now {self.data['training']:,} and "
-                f"{self.data['validation']:,}, or they differ otherwise. To start over, set "
-                "run.name to another name")
+                f"{self.path} was made with different questions ({then['training']:,} to train on "
+                f"and {then['validation']:,} held out; now {self.data['training']:,} and "
+                f"{self.data['validation']:,}). To start over, set run.name to another name")
 
-    def relatives(self) -> list[tuple[Path, dict[str, Any]]]:
-        """Returns the runs beside this one with the same settings but different code, the newest
-        first, each with the state of its checkpoint."""
+    def newest_relative(self) -> tuple[Path, dict[str, Any]] | None:
+        """Returns the newest other run with the same settings, and the state of its checkpoint."""
         found = []
         for checkpoints in self.path.parent.glob("*/checkpoints"):
-            # Its run may be saving just now, and its code may be of a newer Python.
-            with suppress(OSError, ValueError, LookupError, SyntaxError):
+            with suppress(OSError, ValueError, LookupError):  # Its run may be saving just now.
                 [newest, *_] = numbered_folders(checkpoints, "step")
                 state = json.loads((newest / "state.json").read_text(encoding="utf-8"))
                 is_same = state["experiment"] == experiment(self.config)
-                if is_same and changed_files(state["code"], self.code.texts):
+                if is_same and checkpoints.parent != self.path:
                     found.append((newest.stat().st_mtime, checkpoints.parent, state))
-        found.sort(key=lambda relative: relative[0], reverse=True)
-        return [(folder, state) for _, folder, state in found]
+        if not found:
+            return None
+        _, folder, state = max(found, key=lambda relative: relative[0])
+        return folder, state
 
     def seconds(self) -> float:
         """Returns how long this run has taken so far, earlier starts included."""
@@ -193,10 +194,11 @@ class RunFolder:
         with errors_on_all_ranks(), self.writing():
             if RANK == 0:
                 self.cut_growing_files(self.state["bytes"])
-                self.write_code(self.code.texts)
-                if self.code_changed:
-                    record = {"step": self.state["step"], "code_changed": self.code_changed}
-                    self.append("metrics.jsonl", [record])
+                if self.state["step"] < self.config.training.max_steps:
+                    self.write_code(self.code.texts)
+                    if self.code_changed:
+                        record = {"step": self.state["step"], "code_changed": self.code_changed}
+                        self.append("metrics.jsonl", [record])
                 for link, name in self.state["models"].items():
                     self.link(link, name)
                 if not (self.path / "best").exists():

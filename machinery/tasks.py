@@ -75,7 +75,6 @@ def load_questions(
 
     rows = load_rows("data.dataset", task, config.data.max_rows, config)
     if config.data.validation is not None:
-        rows = [row for row in rows if not row.get("held_out")]
         for row in load_rows("data.validation", task, None, config):
             rows.append({**row, "held_out": True})
     most = config.data.max_prompt_tokens
@@ -139,11 +138,20 @@ def describe_data(training: list[dict], validation: list[dict]) -> dict[str, Any
     digest = sha256()
     rows = training + validation
     for start in range(0, len(rows), 1000):
-        # What JSON doesn't know, an object for example, counts with its type alone.
-        text = json.dumps(rows[start:start + 1000], sort_keys=True,
-                          default=lambda value: type(value).__name__)
+        text = json.dumps(rows[start:start + 1000], default=as_json, skipkeys=True)
         digest.update(text.encode())
     return {"training": len(training), "validation": len(validation), "digest": digest.hexdigest()}
+
+
+def as_json(value: Any) -> Any:
+    """Returns what stands in a digest for a value that JSON doesn't know."""
+    if hasattr(value, "tolist"):  # an array or a number of numpy
+        return value.tolist()
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    text = repr(value)
+    # An address is different in each process.
+    return type(value).__name__ if " at 0x" in text else text
 
 
 def check_prompt_lengths(

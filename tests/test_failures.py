@@ -171,6 +171,7 @@ def test_a_task_that_leaves_or_fails_is_shown_with_its_line_and_is_no_success(
 @pytest.mark.parametrize(("parts", "says"), [
     ({"format": math.nan, "answer": 0}, "reward_function returned nan as format"),
     ({"format": 0, "answer": -2e9}, "reward_function returned -2000000000.0 as answer"),
+    ({"format": 0, "answer": -1}, "has to be from 0 to 1, and not -1.0"),
     ({"format": 0.5}, "answer")], ids=str)
 def test_a_reward_without_a_number_up_to_1e9_for_each_part_is_an_error_with_the_completion(
         parts, says):

@@ -28,6 +28,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 import main
 from machinery import sampling
+from machinery.errors import UserError
 from machinery.tasks import check_prompt_lengths, encode_prompt
 
 mathematics = pytest.mark.mathematics
@@ -239,6 +240,14 @@ def test_the_chat_style_puts_the_same_question_through_the_template_and_opens_th
     assert base.endswith("<think>")
     question = base.removesuffix("<think>").strip()
     assert chat == f"[system]{task.SYSTEM_MESSAGE}\n[user]{question}\n{end}"
+
+
+def test_a_prompt_without_tokens_is_an_error():
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny" / "model")
+    config = make_config()
+
+    with pytest.raises(UserError, match="the prompt '' has no tokens"):
+        encode_prompt({"prompt": ""}, main.load_task(config), tokenizer, config)
 
 
 def test_the_bar_of_sampling_ends_at_its_total():
