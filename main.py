@@ -69,8 +69,8 @@ from machinery.code import code_of
 from machinery.fast import FastPolicy
 from machinery.metrics import (NOTHING_LEARNED, UpdateStatistics, count_skipped,
                                evaluation_metrics, quality, step_metrics)
-from machinery.model import (find_stop_ids, load_model, make_reference, make_sampler,
-                             refresh_sampler, warm_up)
+from machinery.model import (find_stop_ids, load_model, load_teacher, make_reference,
+                             make_sampler, refresh_sampler, warm_up)
 from machinery.passes import (at_least_float32, autocast, measure_in_batches, pad_left, pad_right,
                               split_into_micro_batches, store_in_answers)
 from machinery.ranks import (RANK, WORLD_SIZE, errors_on_all_ranks, launch, random_seed,
@@ -99,7 +99,7 @@ class Trajectory:
     # Log-probabilities, each (tokens,):
     sampler_log_probs: torch.Tensor | None = None    # while sampling; for the log
     old_log_probs: torch.Tensor | None = None        # before the first update; also for the log
-    reference_log_probs: torch.Tensor | None = None  # of the model as it was loaded; a variant
+    reference_log_probs: torch.Tensor | None = None  # of `Run.reference`; for variants
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -133,7 +133,7 @@ class Run:
     model: nn.Module              # the weights that learn
     sampler: nn.Module            # the model that answers are sampled from
     policy: DistributedDataParallel | Sharded  # a Policy of `model`, wrapped to share gradients
-    reference: nn.Module | None   # a Policy of the model as it was loaded, for a KL penalty
+    reference: nn.Module | None   # a Policy of the model as it was loaded, or of a teacher
     optimizer: torch.optim.Optimizer
     step: int                     # training steps done, including the one that is running
     best: list[float]             # how good the best model is (only rank 0 updates it)
@@ -289,11 +289,13 @@ def compute_advantages(
     by default all of them."""
     answers = []
     for group in groups:
-        if training.learning_type == "sil":
-            answers += imitate_best(group, training)  # a variant
-        else:
+        if training.learning_type == "grpo":
             compare_with_group(group, training)
             answers += group
+        elif training.learning_type == "sil":
+            answers += imitate_best(group, training)  # a variant
+        else:
+            answers += group  # With "distill", `policy_loss` asks a teacher; a variant.
     return answers
 
 
@@ -325,7 +327,7 @@ def learn(run: Run, answers: list[Trajectory]) -> list[dict[str, float]]:
     })
     if totals["learned"] == 0:
         return [NOTHING_LEARNED]
-    if training.kl_beta:
+    if training.has_reference:
         add_reference_log_probs(run, learned)  # a variant
     updates = []
     for _ in range(training.updates_per_batch):
@@ -454,7 +456,7 @@ def policy_loss(
     objective = advantages * log_probs  # (tokens,)
     normalizer = totals["answers"] * training.max_new_gen_tokens
     watched = {}
-    if training.updates_per_batch > 1 or training.kl_beta:  # a variant
+    if training.updates_per_batch > 1 or training.has_reference:  # a variant
         objective, watched = variant_objective(advantages, log_probs, batch, training)
     if training.loss_normalizer != "max_length":  # a variant
         normalizer = variant_normalizer(batch, totals, training, log_probs)
@@ -467,7 +469,7 @@ def is_learned_from(answer: Trajectory, training: TrainingSettings) -> bool:
     one for every answer, say so here."""
     if is_masked(answer, training):  # a variant
         return False
-    return bool(answer.token_advantages.any()) or training.kl_beta > 0  # KL: a variant
+    return bool(answer.token_advantages.any()) or training.has_reference  # for variants
 
 
 def learning_rate_at(step: int, training: TrainingSettings) -> float:
@@ -567,12 +569,16 @@ def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
         task = load_task(config)
         model, tokenizer = load_model(config)
         stop_ids = find_stop_ids(model, tokenizer)
-        training_rows, validation_rows = load_questions(task, model, tokenizer, config)
+        teacher = load_teacher(model, tokenizer, config)  # None, or that of a variant
+        models = [model] if teacher is None else [model, teacher]
+        training_rows, validation_rows = load_questions(task, models, tokenizer, config)
         # In mixed precision the sampler is a copy rounded to bfloat16. With `shard` it's a whole
         # copy on each rank. Otherwise it shares the model's weights.
         sampler = make_sampler(model, config)
         reference = None
-        if training.kl_beta:
+        if teacher is not None:
+            reference = make_policy(teacher, config)
+        elif training.kl_beta:
             reference = make_policy(make_reference(model, config), config)
     with log.phase("prepare"):
         folder.check_data(training_rows, validation_rows)  # Different ones are refused.
@@ -591,8 +597,9 @@ def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
         any_prompt = encode_prompt(training_rows[0], task, tokenizer, config)
         # On three made-up answers and 20 greedily sampled tokens, this compares Policy,
         # generate_plain and generate_fast with the model's own forward pass, one answer at a time.
-        # It also compares FastPolicy, `policy` and `reference` with Policy. The run ends here if a
-        # mean difference exceeds 0.001 nats per token, or 0.2 if not in float32.
+        # It also compares FastPolicy, `policy` and `reference` with Policy. (A teacher is compared
+        # with its own forward pass.) The run ends here if a mean difference exceeds 0.001 nats per
+        # token, or 0.2 if not in float32.
         check_model(Policy(sampler, config), policy, reference, generate_plain, any_prompt,
                     stop_ids[0], config)
         restored = folder.restore(model, optimizer)  # step, best and last_evaluation
@@ -686,7 +693,11 @@ def variant_objective(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The objective with a ratio or with a KL penalty. Returns it, and sums for the log."""
     watched = {}
-    if training.kl_beta and training.kl_in == "reward":
+    if training.learning_type == "distill":
+        of_teacher = teacher_advantages(log_probs, batch)
+        watched["teacher_lower"] = (of_teacher < 0).sum()
+        advantages = advantages + of_teacher
+    elif training.kl_beta and training.kl_in == "reward":
         advantages = advantages - training.kl_beta * kl_in_reward(log_probs, batch)
     if training.updates_per_batch == 1:  # The ratio is 1, so `ratio` and `clip` change nothing.
         objective = advantages * log_probs
@@ -694,10 +705,10 @@ def variant_objective(
         objective, is_clipped = ratio_objective(advantages, log_probs, batch, training)
         if training.clip:
             watched["clipped"] = is_clipped.sum()
-    if training.kl_beta:
+    if training.has_reference:
         kl = kl_estimate(log_probs, batch)
         watched["kl"] = kl.sum()
-        if training.kl_in == "loss":
+        if training.kl_beta and training.kl_in == "loss":
             objective = objective - training.kl_beta * kl
     return objective, watched
 
@@ -731,9 +742,26 @@ def ratio_objective(
 
 
 def add_reference_log_probs(run: Run, answers: list[Trajectory]) -> None:
-    """Stores the log-probabilities by the model as it was loaded, which a KL penalty needs."""
+    """Stores the log-probabilities of the teacher, or for a KL penalty those of the model as it was
+    loaded."""
     for batch, log_probs, _ in measure_in_batches(run.reference, answers, run.config.training):
         store_in_answers(batch, reference_log_probs=log_probs)
+
+
+def teacher_advantages(log_probs: torch.Tensor, batch: list[Trajectory]) -> torch.Tensor:
+    """On-policy distillation (Agarwal et al. 2023). Keys: `learning_type: distill`, `teacher`.
+
+    The policy is a student, which samples answers, and a teacher says how likely each of their
+    tokens would have been. The advantage of a token is
+
+        log-probability of the teacher - log-probability of the student
+
+    so a token that the teacher likes better becomes more likely. It's detached. Rewards are logged,
+    and teach nothing. On average a step goes down the sum over tokens of KL(student || teacher),
+    with the tokens before each held fixed: it's `kl_in_reward` with beta 1, and with the teacher as
+    the reference."""
+    teacher_log_probs = torch.cat([answer.reference_log_probs for answer in batch])
+    return (teacher_log_probs - log_probs).detach()
 
 
 def kl_in_reward(log_probs: torch.Tensor, batch: list[Trajectory]) -> torch.Tensor:

@@ -31,6 +31,7 @@ from matplotlib.figure import Figure
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAM, CONFIG = "program", "config"
 QUESTIONS, GROUP = "training.num_samples_per_step", "training.k_best_of_n"
+TEACHER = "training.teacher"
 
 # ---------------------------------------------------------------- runs
 
@@ -41,6 +42,8 @@ MEAN = "divided by the mean (MaxRL)"
 SIL = "SIL, 2 best of 8"
 BOTH = "divided by both, as in GRPO"
 PUBLISHED = "GRPO as published"
+LAB_TEACHER = "Dr. GRPO, 120 steps"
+DISTILLED = "distilled"
 MASKED = "truncated answers masked"
 # A second name after it says what else differs from the default.
 ANSWER_PAYS = "only the answer pays"
@@ -51,6 +54,9 @@ FOUR_UPDATES = {"training.updates_per_batch": 4, "training.learning_rate": "1.0e
                 "training.max_steps": 30}
 # A part with weight 0.0 pays nothing, but is measured. A part that is left out is not measured.
 NO_FORMAT = {"task.reward_weights": "{answer: 1.0, format: 0.0}"}
+
+# `record_of` fills in where the teacher is.
+DISTILL = {"training.learning_type": "distill", TEACHER: LAB_TEACHER}
 
 # {run: its keys, which override the usual ones, for all ranks together}
 RUNS: dict[str, dict] = {
@@ -80,6 +86,12 @@ RUNS |= {
     "ten times the learning rate": ON_TINY | {"training.learning_rate": "3.0e-4"},
     "a hundred times the learning rate": ON_TINY | {"training.learning_rate": "3.0e-3"},
     "shuffled rewards": ON_TINY | {"task.name": "examples/shuffled_reward.py"},
+    LAB_TEACHER: {"training.max_steps": 120},
+    DISTILLED: DISTILL,
+    f"{DISTILLED}, groups of one": DISTILL | {QUESTIONS: 128, GROUP: "[1,1]"},
+    f"{DISTILLED}, three times the learning rate": DISTILL | {"training.learning_rate": "1.5e-4"},
+    "fine-tuned on the teacher's answers": DISTILL | {
+        PROGRAM: ["bench/mistakes.py", "teachers-answers"]},
     "only the format pays": ON_TINY | {"task.reward_weights": "{answer: 0.0, format: 1.0}"},
 }
 
@@ -158,11 +170,12 @@ def title_of(run: str, seed: int, options: argparse.Namespace) -> str:
 def record_of(run: str, seed: int, options: argparse.Namespace) -> dict:
     """Returns what the run's evaluations measured. A run that was stopped resumes."""
     keys = USUAL | RUNS[run]
+    if TEACHER in keys:  # It's named by its run, and has learned with seed 0.
+        keys[TEACHER] = f"{options.out}/{folder_of(keys[TEACHER], 0)}/best"
     words = [*keys.pop(PROGRAM), "--config", keys.pop(CONFIG)]
     words += [f"{key}={value}" for key, value in keys.items()]
-    name = "".join(filter(str.isalnum, run))
     words += [*options.keys, f"training.seed={seed}", f"run.dir={options.out}",
-              f"run.name={name}-{seed}"]
+              f"run.name={folder_of(run, seed)}"]
     threads = str(max(1, os.cpu_count() // kept.AT_ONCE))
     ended = subprocess.run([sys.executable, *words], cwd=ROOT, check=True, text=True,
                            stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": threads})
@@ -178,6 +191,10 @@ def record_of(run: str, seed: int, options: argparse.Namespace) -> dict:
             entropies.append(entry["entropy"])
     return {"minutes": round(summary["seconds"] / 60, 1), "answers": len(samples[0][0]),
             "curve": curve}
+
+
+def folder_of(run: str, seed: int) -> str:
+    return f"{''.join(filter(str.isalnum, run))}-{seed}"
 
 
 def samples_of(folder: Path) -> dict[int, dict[int, list[dict]]]:

@@ -2,8 +2,9 @@
 
 `own_logits` is the model's own forward pass, one answer at a time, without padding or cache. It
 shares no line with main.py. `Policy`, `generate_plain` and `generate_fast` are compared with it.
-`FastPolicy`, the policy that learns and the reference are compared with `Policy`. Where one of them
-isn't exact, a run would learn from wrong numbers, and nothing would say so."""
+`FastPolicy`, the policy that learns and the reference are compared with `Policy`. A teacher is
+compared with its own forward pass. Where one of them isn't exact, a run would learn from wrong
+numbers, and nothing would say so."""
 
 import inspect
 import textwrap
@@ -33,6 +34,7 @@ NO_STOP = [2**31 - 1]  # No token has this id, so all rows stay to the end.
 
 OF_PLAIN = "log-probabilities of Policy differ from the model's own"
 OF_FAST = "log-probabilities of FastPolicy differ from Policy's"
+WITH_TEACHER = " with the teacher's weights"  # follows one of these two
 NOTED = "log-probabilities noted by {} differ from the model's own"
 SAMPLED = "logits of tokens that {} sampled greedily differ from the highest"
 
@@ -102,7 +104,7 @@ def explained_by(part: str) -> list[str]:
     """Returns which comparisons an edit of this part may spoil. No other difference is excused."""
     if part == GENERATE:
         return [NOTED.format("generate_plain"), SAMPLED.format("generate_plain")]
-    return [OF_PLAIN, OF_FAST]
+    return [OF_PLAIN, OF_FAST, OF_PLAIN + WITH_TEACHER, OF_FAST + WITH_TEACHER]
 
 
 def follow_edits(edited: list[str], config: Config) -> None:
@@ -124,7 +126,9 @@ def compare_policies(
     config: Config,
 ) -> dict[str, tuple[float, float]]:
     """Compares log-probabilities of three answers that differ in length. Two of them have the same
-    prompt. Returns how far they are apart, and how far they may be."""
+    prompt. Returns how far they are apart, and how far they may be.
+
+    The reference has the weights of `plain`, unless it's a teacher."""
     long, short = split_text(text)
     answers = [
         MadeUpAnswer(long, [*text[len(long):], stop_id]),
@@ -135,17 +139,17 @@ def compare_policies(
     temperature = config.sampling.temperature
     # Both may consist of the same modules, so the mode is set before each.
     plain.eval()
-    of_model = own_log_probs(plain.model, answers, temperature)
+    found = compare_with_own(plain, answers, config)
     of_plain, _ = plain(answers)
-    found = {OF_PLAIN: (of_plain, of_model, allowed)}
-    if config.model.fast:
-        of_fast, _ = FastPolicy(plain)(answers)
-        found[OF_FAST] = (of_fast, of_plain, ALLOWED_FAST[config.model.precision])
     policy.train()  # In train mode a model may add noise.
     of_policy, _ = policy(answers)
     found["log-probabilities while learning differ from the sampler's"] = (
         of_policy, of_plain, allowed)
-    if reference is not None:
+    if config.training.teacher is not None:
+        teacher = reference.plain if config.model.fast else reference
+        for what, values in compare_with_own(teacher, answers, config).items():
+            found[what + WITH_TEACHER] = values
+    elif reference is not None:
         of_reference, _ = reference(answers)
         found["log-probabilities of the reference differ from the sampler's"] = (
             of_reference, of_plain, allowed)
@@ -153,6 +157,20 @@ def compare_policies(
     scale = min(1.0, temperature)
     return {what: (scale * mean_difference(one, other), most)
             for what, (one, other, most) in found.items()}
+
+
+def compare_with_own(
+    plain: nn.Module, answers: list, config: Config
+) -> dict[str, tuple[torch.Tensor, torch.Tensor, float]]:
+    """Returns what is compared, both log-probabilities of each token, and how far they may be
+    apart."""
+    of_model = own_log_probs(plain.model, answers, config.sampling.temperature)
+    of_plain, _ = plain(answers)
+    found = {OF_PLAIN: (of_plain, of_model, ALLOWED[config.model.precision])}
+    if config.model.fast:
+        of_fast, _ = FastPolicy(plain)(answers)
+        found[OF_FAST] = (of_fast, of_plain, ALLOWED_FAST[config.model.precision])
+    return found
 
 
 def split_text(text: list[int]) -> tuple[list[int], list[int]]:

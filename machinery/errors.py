@@ -20,8 +20,8 @@ LEARN_IN_LESS_MEMORY = (
     "model.lora_rank to 32. With several GPUs set training.shard to true"
 )
 LOAD_IN_LESS_MEMORY = (
-    "set model.lora_rank to 32, for example, take a smaller model, or start fewer ranks. With "
-    "several GPUs set training.shard to true"
+    "set model.lora_rank to 32, for example, use a smaller model or teacher, or start fewer ranks. "
+    "With several GPUs set training.shard to true"
 )
 REMEDY_OF_PHASE = {
     "sample": SAMPLE_IN_LESS_MEMORY,

@@ -175,16 +175,20 @@ def change_metrics(
     policy: nn.Module, groups: list[list], learned: list, training: TrainingSettings
 ) -> dict[str, float]:
     """Returns how the update has changed the log-probabilities of answers above and below their
-    group's mean reward. It doesn't look at advantages, because the code that has computed them may
-    be what is wrong. Collective."""
+    group's mean reward, or with `distill` those of tokens that the teacher likes better or less. It
+    doesn't look at advantages, because the code that has computed them may be what is wrong.
+    Collective."""
     directions = reward_directions(groups)
     changes = []
-    directions_of_tokens = []
+    directions_of_tokens = [torch.zeros(0)]
     for batch, log_probs, _ in measure_in_batches(policy, learned, training):
         changes.append(log_probs - torch.cat([answer.old_log_probs for answer in batch]))
         for answer in batch:
-            directions_of_tokens += [directions.get(id(answer), 0.0)] * answer.num_tokens
-    direction = torch.tensor(directions_of_tokens, dtype=torch.float64)  # (tokens,)
+            direction_of_answer = torch.full((answer.num_tokens,), directions.get(id(answer), 0.0))
+            if training.learning_type == "distill":
+                direction_of_answer = answer.reference_log_probs - answer.old_log_probs
+            directions_of_tokens.append(direction_of_answer.cpu())
+    direction = torch.cat(directions_of_tokens).double()  # (tokens,)
     # Where all rewards of a group are equal, a KL penalty may be what is learned from.
     change = torch.cat(changes).cpu()[direction != 0]
     direction = direction[direction != 0]
@@ -330,22 +334,33 @@ def look_at_first_step(metrics: dict[str, float | None], config: Config) -> list
     """Returns the lines under the first step: what was measured, and what is off."""
     # All comparisons with nan are false, so that a missing number is no sign of anything.
     numbers = {name: math.nan if value is None else value for name, value in metrics.items()}
-    signs = signs_of_sampling(numbers, config) + signs_of_rewards(numbers)
+    signs = signs_of_sampling(numbers, config)
+    if config.training.learning_type != "distill":  # There, rewards teach nothing.
+        signs += signs_of_groups(numbers) + signs_of_rewards(numbers)
     signs += signs_of_update(numbers, config)
-    return measured(numbers) + (signs or ["nothing is off"])
+    return measured(numbers, config) + (signs or ["nothing is off"])
 
 
-def measured(numbers: dict[str, float]) -> list[str]:
+def measured(numbers: dict[str, float], config: Config) -> list[str]:
     change = (
         "log p of a token changed on average by {change_rewarded:+.5f} in answers above their "
         "group's mean reward, and by {change_punished:+.5f} in answers below it. "
         "{change_as_meant:.0%} of all change goes the way the reward points")
+    if config.training.learning_type == "distill":
+        change = (
+            "log p of a token changed on average by {change_rewarded:+.5f} where the teacher gives "
+            "it a higher probability, and by {change_punished:+.5f} where a lower one. "
+            "{change_as_meant:.0%} of all change goes towards the teacher")
     if not numbers["learned"]:
         change = "there was nothing to learn from, so no log p has changed"
     truncation = "{truncated:.0%} of the answers are truncated, the others end by themselves"
     groups = (
         "{groups_without_signal:.0%} of the groups have no signal. In {groups_all_solved:.0%} all "
         "answers are right, in {groups_none_solved:.0%} none")
+    if config.training.learning_type == "distill":
+        groups = (
+            "KL(student || teacher) is {kl:.2g} nats a token in the mean. {teacher_lower:.0%} of "
+            "the tokens have a lower probability with the teacher than with the student")
     sampler = (
         "on a sampled token, sampler and policy differ by {sampler_gap:.1g} nats in the mean, and "
         "by {sampler_gap_max:.1g} at most")
@@ -362,6 +377,12 @@ def signs_of_sampling(numbers: dict[str, float], config: Config) -> list[str]:
             "! the answers were not sampled from the policy that is trained: see model.precision "
             "and model.attention, and whether log_probs_of_tokens divides by "
             "sampling.temperature")),
+    ]
+    return [text for is_seen, text in signs if is_seen]
+
+
+def signs_of_groups(numbers: dict[str, float]) -> list[str]:
+    signs = [
         (numbers["groups_none_solved"] >= 0.9, (
             "! the questions are too hard to learn from: take easier ones with data.dataset, a "
             "better model with model.name, or more answers with training.k_best_of_n")),
@@ -395,6 +416,9 @@ def signs_of_update(numbers: dict[str, float], config: Config) -> list[str]:
     change = abs(numbers["change_rewarded"]) + abs(numbers["change_punished"])
     is_small = change * max(1, config.training.warmup_steps) <= 6e-4  # at the full rate
     is_exact = config.model.precision == "float32"  # Elsewhere rounding hides small changes.
+    liked, where = "answers above their group's mean reward", "compute_advantages"
+    if config.training.learning_type == "distill":
+        liked, where = "tokens that the teacher likes better", "teacher_advantages"
     signs = [
         (numbers["non_finite"] == 1, (
             "! the gradient is not finite, and the update was skipped: see model.precision, and "
@@ -410,9 +434,8 @@ def signs_of_update(numbers: dict[str, float], config: Config) -> list[str]:
             "! almost nothing has changed: see training.learning_rate, training.warmup_steps "
             "and model.precision")),
         (numbers["change_rewarded"] <= -0.02 or numbers["change_as_meant"] <= 0.3, (
-            "! answers above their group's mean reward became less likely: check the signs in "
-            "compute_advantages and policy_loss, or lower training.learning_rate. It may also be "
-            "rounding, if model.precision is not float32. If your advantage is not the reward's, "
-            "it may be meant")),
+            f"! {liked} became less likely: check the signs in {where} and policy_loss, or lower "
+            "training.learning_rate. It may also be rounding, if model.precision is not float32. "
+            "If your advantage is a different one, it may be meant")),
     ]
     return [text for is_seen, text in signs if is_seen][:1]

@@ -1,4 +1,4 @@
-"""The model that learns, its first pass, and its copies: to sample from, and for the KL penalty."""
+"""The model that learns, its copies (to sample from, and for a KL penalty), and its teacher."""
 
 import copy
 import logging
@@ -23,20 +23,8 @@ def load_model(config: Config) -> tuple[Any, Any]:
     """Returns the model, on this rank's device, and its tokenizer."""
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # It tells of each attempt.
-    name = beside_main(config.model.name)
-    with as_user_error(
-            f"model.name={name!r} cannot be loaded with "
-            f"model.attention={config.model.attention!r}; give a folder with a model and its "
-            "tokenizer, or a hub id within reach (docs/models.md#which-models-work)"):
-        # With trust_remote_code=None the library would ask, and wait for an answer.
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        model, loading_info = load_weights(name, config)
-    missing = sorted(loading_info["missing_keys"])
-    if missing:
-        raise UserError(f"model.name={name!r} lacks the weights {', '.join(missing[:3])}")
-    if getattr(model, "is_quantized", False):
-        raise UserError(f"model.name={name!r} is quantized, and such weights cannot learn here: "
-                        "take the model as it was before")
+    model, tokenizer = load_folder("model.name", config.model.name, type_when_loaded(config.model),
+                                   not config.training.shard, config)
     if config.model.lora_rank or not config.training.shard:
         model.to(DEVICE)  # A sharded model moves there layer by layer.
     # First what no text reaches is frozen, then adapters come, and of these the same is frozen.
@@ -53,7 +41,30 @@ def load_model(config: Config) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def load_weights(name: str, config: Config) -> tuple[Any, dict[str, Any]]:
+def load_folder(
+    key: str, name: str, dtype: torch.dtype, to_device: bool, config: Config
+) -> tuple[Any, Any]:
+    """Returns a model and its tokenizer, from a folder or a hub id that `key` names."""
+    name = beside_main(name)
+    with as_user_error(
+            f"{key}={name!r} cannot be loaded with model.attention={config.model.attention!r}; "
+            "give a folder with a model and its tokenizer, or a hub id within reach "
+            "(docs/models.md#which-models-work)"):
+        # With trust_remote_code=None the library would ask, and wait for an answer.
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        model, loading_info = load_weights(name, dtype, to_device, config)
+    missing = sorted(loading_info["missing_keys"])
+    if missing:
+        raise UserError(f"{key}={name!r} lacks the weights {', '.join(missing[:3])}")
+    if getattr(model, "is_quantized", False):
+        raise UserError(f"{key}={name!r} is quantized, which doesn't work here: use the model as "
+                        "it was before")
+    return model, tokenizer
+
+
+def load_weights(
+    name: str, dtype: torch.dtype, to_device: bool, config: Config
+) -> tuple[Any, dict[str, Any]]:
     model_config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     for part in (model_config, model_config.get_text_config()):
         for key in vars(part):
@@ -62,16 +73,50 @@ def load_weights(name: str, config: Config) -> tuple[Any, dict[str, Any]]:
                 setattr(part, key, 0.0)
     # Without `device_map` each rank of a machine would first hold a whole model in its RAM.
     has_accelerate = transformers.utils.is_accelerate_available()
-    to_gpu = DEVICE.type == "cuda" and has_accelerate and not config.training.shard
+    to_gpu = DEVICE.type == "cuda" and has_accelerate and to_device
     return AutoModelForCausalLM.from_pretrained(
         name,
         config=model_config,
         trust_remote_code=False,
-        dtype=type_when_loaded(config.model),
+        dtype=dtype,
         device_map={"": DEVICE} if to_gpu else None,
         attn_implementation=config.model.attention,
         output_loading_info=True,
     )
+
+
+def load_teacher(student: Any, tokenizer: Any, config: Config) -> Any | None:
+    """Returns the model that `distill` learns from, whole on each rank, or None. It doesn't learn,
+    so with `mixed` it's in bfloat16, without float32 masters."""
+    name = config.training.teacher
+    if name is None:
+        return None
+    dtype = torch.float32 if config.model.precision == "float32" else HALF_PRECISION
+    teacher, its_tokenizer = load_folder("training.teacher", name, dtype, True, config)
+    check_tokens(teacher, its_tokenizer, student, tokenizer, name)
+    return teacher.requires_grad_(False).eval().to(DEVICE)
+
+
+def check_tokens(
+    teacher: Any, its_tokenizer: Any, student: Any, tokenizer: Any, name: str
+) -> None:
+    """Refuses a teacher to which a token of the student means something else. Its matrices may have
+    more rows than the student's, as those of larger models often do: no token uses them."""
+    different = its_tokenizer.get_vocab().items() ^ tokenizer.get_vocab().items()
+    if different:
+        raise UserError(f"training.teacher={name!r} has different tokens than model.name, like "
+                        f"{min(different)[0]!r}: use a teacher with the model's own tokenizer")
+    stop_ids = find_stop_ids(student, tokenizer)
+    its_stop_ids = find_stop_ids(teacher, its_tokenizer)
+    if its_stop_ids != stop_ids:
+        raise UserError(f"training.teacher={name!r} ends its answers with the tokens "
+                        f"{its_stop_ids}, and model.name with {stop_ids}: use a teacher that ends "
+                        "them alike")
+    num_rows = student.config.get_text_config().vocab_size
+    its_num_rows = teacher.config.get_text_config().vocab_size
+    if its_num_rows < num_rows:
+        raise UserError(f"training.teacher={name!r} knows {its_num_rows} tokens, and model.name "
+                        f"can write {num_rows}: use a teacher that knows as many")
 
 
 def find_unreached(model: Any, config: Config) -> list[str]:

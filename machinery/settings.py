@@ -62,7 +62,8 @@ class DataSettings(Section):
 
 
 class TrainingSettings(Section, extra="allow"):  # for keys of one's own, see `check_values`
-    learning_type: Literal["grpo", "sil"]
+    learning_type: Literal["grpo", "sil", "distill"]
+    teacher: Text | None
     scale_rewards: Literal["none", "group", "mean"]
     loss_normalizer: Literal["max_length", "tokens", "sequence"]
     updates_per_batch: Count
@@ -89,6 +90,11 @@ class TrainingSettings(Section, extra="allow"):  # for keys of one's own, see `c
     def group_size(self) -> int:
         """How many answers are sampled to each question."""
         return self.k_best_of_n[1]
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a second model takes part: a teacher, or the reference of a KL penalty."""
+        return self.learning_type == "distill" or self.kl_beta > 0
 
 
 class SamplingSettings(Section):
@@ -142,7 +148,7 @@ FREE_KEYS = {
 }
 # Keys that came after VERSION, with the value that means what runs did before. With this value a
 # key is no part of the experiment, so older runs resume.
-ADDED_KEYS = {"data.validation": None}
+ADDED_KEYS = {"data.validation": None, "training.teacher": None}
 
 
 class Parser(argparse.ArgumentParser):
@@ -199,15 +205,8 @@ def check_values(values: dict[str, Any], own_keys: Sequence[str] = ()) -> Config
         mistakes = [describe_mistake(mistake) for mistake in error.errors()]
         raise UserError("; ".join(mistakes)) from None
 
-    k, n = config.training.k_best_of_n
-    if config.training.learning_type == "grpo":
-        is_valid = k == n and n >= 2
-    else:
-        is_valid = k < n
-    if not is_valid:
-        raise UserError(f"training.k_best_of_n={[k, n]}: write [G, G], like [8, 8], for grpo, and "
-                        "[k, n], like [2, 8], for sil")
     training = config.training
+    check_learning_type(training)
     if training.decay_steps and training.max_steps > training.warmup_steps + training.decay_steps:
         last = training.warmup_steps + training.decay_steps
         raise UserError(
@@ -215,6 +214,33 @@ def check_values(values: dict[str, Any], own_keys: Sequence[str] = ()) -> Config
             f"{training.decay_steps} the learning rate is 0 from step {last + 1} on. Write at most "
             f"{last}, or raise training.decay_steps (docs/running.md#stop-and-resume)")
     return config
+
+
+def check_learning_type(training: TrainingSettings) -> None:
+    """Refuses keys that don't go with the learning type."""
+    k, n = training.k_best_of_n
+    if training.learning_type == "grpo":
+        is_valid = k == n and n >= 2
+    elif training.learning_type == "sil":
+        is_valid = k < n
+    else:
+        is_valid = k == n  # A teacher compares no answers, so one is enough.
+    if not is_valid:
+        raise UserError(f"training.k_best_of_n={[k, n]}: write [G, G], like [8, 8], for grpo, "
+                        "[k, n], like [2, 8], for sil, and [G, G] or [1, 1] for distill")
+    if training.learning_type != "distill":
+        if training.teacher is not None:
+            raise UserError(f"training.teacher={training.teacher!r}: set training.learning_type to "
+                            "distill, because nothing else learns from a teacher")
+        return
+    if training.teacher is None:
+        raise UserError("training.learning_type=distill: set training.teacher to a folder with a "
+                        "model and its tokenizer, or to a hub id")
+    for key, default in (("kl_beta", 0.0), ("scale_rewards", "none")):
+        value = getattr(training, key)
+        if value != default:
+            raise UserError(f"training.{key}={value}: set it to {default} with distill, where "
+                            "the teacher alone decides what is learned")
 
 
 def describe_mistake(mistake: dict[str, Any]) -> str:

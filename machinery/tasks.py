@@ -67,9 +67,10 @@ def import_task(name: str) -> ModuleType:
 # ---------------------------------------------------------------- questions
 
 def load_questions(
-    task: Task, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: Config
+    task: Task, models: list[PreTrainedModel], tokenizer: PreTrainedTokenizerBase, config: Config
 ) -> tuple[list[dict], list[dict]]:
-    """Returns the rows to train on and the rows that are held out, the same on every rank."""
+    """Returns the rows to train on and the rows that are held out, the same on every rank. Each of
+    the models has to have room for the longest prompt and its answer."""
     def num_tokens(row: dict) -> int:
         return len(encode_prompt(row, task, tokenizer, config))
 
@@ -81,7 +82,7 @@ def load_questions(
     if most is not None:
         rows = [row for row in rows if num_tokens(row) <= most]
     training, validation = split(rows, config)
-    check_prompt_lengths(rows, num_tokens, longest_text(model), config)
+    check_prompt_lengths(rows, num_tokens, min(map(longest_text, models)), config)
     return training, validation
 
 
@@ -167,9 +168,11 @@ def check_prompt_lengths(
         if num_bytes + template_length + L > context:
             longest = max(longest, num_tokens(row))
     if longest + L > context:
+        names = (config.model.name, config.training.teacher)
+        models = " and ".join(repr(name) for name in names if name)
         raise UserError(f"training.max_new_gen_tokens={L}: with a prompt of {longest} tokens it "
-                        f"exceeds the {context} that {config.model.name!r} can process: write at "
-                        f"most {max(0, context - longest)}, or set data.max_prompt_tokens")
+                        f"exceeds the {context} that {models} can process: write at most "
+                        f"{max(0, context - longest)}, or set data.max_prompt_tokens")
 
 
 def encode_prompt(row: dict, task: Task, tokenizer: PreTrainedTokenizerBase,
