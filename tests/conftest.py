@@ -81,6 +81,8 @@ SILENT_LOG = SimpleNamespace(
 
 # ---------------------------------------------------------------- learning
 
+# Where a test makes the teacher itself, its name is never read.
+DISTILL = {"training__learning_type": "distill", "training__teacher": "made up"}
 # The batch that most tests of the gradient learn from.
 QUESTIONS, GROUP = 6, 2
 TEMPERATURE, L = 0.7, 12
@@ -137,7 +139,7 @@ def learn(model, trajectories, **overrides):
     metrics. Its gradient stays in `model`."""
     config = learning_config(**overrides)
     run = make_policy(model, config, gradient_as_bucket_view=True)
-    if config.training.kl_beta:
+    if config.training.has_reference:
         run.reference = main.make_policy(main.make_reference(reference_of(model), config), config)
     return main.learn(run, as_sampled_from(model, trajectories))[-1]
 
@@ -155,9 +157,11 @@ def learn_in_plain_loops(trajectories, architecture, dtype=torch.float64, **over
     """The same as `learn`, by `plain_loss`: loss and gradient of the last update."""
     training = make_config(**overrides).training
     model, old, reference = make_model(architecture, dtype), None, None
+    # A teacher is a KL penalty with the weight 1.
+    beta = 1.0 if training.learning_type == "distill" else training.kl_beta
     if training.updates_per_batch > 1:
         old = as_numbers(plain_logprobs(model, trajectories, TEMPERATURE))
-    if training.kl_beta:
+    if beta:
         reference = as_numbers(plain_logprobs(reference_of(model), trajectories, TEMPERATURE))
     for update in range(training.updates_per_batch):
         if update > 0:
@@ -167,7 +171,7 @@ def learn_in_plain_loops(trajectories, architecture, dtype=torch.float64, **over
         model.zero_grad()
         loss = plain_loss(model, trajectories, QUESTIONS * GROUP, L, TEMPERATURE,
                           normalizer=training.loss_normalizer, clip=training.clip, old=old,
-                          ratio=training.ratio, beta=training.kl_beta, kl_in=training.kl_in,
+                          ratio=training.ratio, beta=beta, kl_in=training.kl_in,
                           reference=reference, mask_truncated=training.mask_truncated)
         loss.backward()
     return loss.item(), gradient(model)

@@ -8,6 +8,7 @@ import torch
 from conftest import (
     ARCHITECTURE,
     BOUND,
+    DISTILL,
     gradient,
     learn,
     learn_in_plain_loops,
@@ -27,7 +28,8 @@ pytestmark = pytest.mark.mathematics
 GRPO = {"training__loss_normalizer": "sequence"}
 PUBLISHED = {"Dr. GRPO": {}, "GRPO": GRPO, "DAPO": {"training__loss_normalizer": "tokens"}}
 KL = {"training__kl_beta": 0.04}
-KLS = {"no KL": {}, "KL": KL, "KL in the loss": {**KL, "training__kl_in": "loss"}}
+KLS = {"no KL": {}, "KL": KL, "KL in the loss": {**KL, "training__kl_in": "loss"},
+       "teacher": DISTILL}
 CLIPS = {"unclipped": {}, "clipped": {"training__clip": [0.2, 0.28]}}
 MASK = {"training__mask_truncated": True}
 TWICE = {"training__updates_per_batch": 2}
@@ -124,7 +126,7 @@ def cases_on_ranks() -> list[tuple[dict, torch.dtype, bool]]:
     for i, normalizer in enumerate(PUBLISHED.values()):
         cases.append(({**normalizer, **TWICE_CLIPPED}, torch.float64, True))
         for j, updates in enumerate([{}, TWICE, TWICE_CLIPPED, *clipped_ratios]):
-            kl = list(KLS.values())[(i + j) % 3]
+            kl = list(KLS.values())[(i + j) % len(KLS)]
             mask = [{}, MASK][(i + j) % 2]
             cases.append(({**normalizer, **updates, **kl, **mask}, torch.float64, False))
     return cases

@@ -60,7 +60,7 @@ def update(trajectories, **overrides):
                              training__learning_rate=TINY_RATE, **overrides)
     model = make_model("gpt2", torch.float64)
     run = make_policy(model, config, gradient_as_bucket_view=True)
-    if config.training.kl_beta:
+    if config.training.has_reference:
         run.reference = main.make_policy(main.make_reference(reference_of(model), config), config)
     answers = as_sampled_from(model, trajectories)
     metrics = main.learn(run, answers)[-1]

@@ -164,11 +164,16 @@ def test_best_is_an_adapter_that_loads_from_anywhere_and_can_be_made_a_plain_mod
     assert "cannot be loaded with" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("more", [[], LORA], ids=["full", "LoRA"])
-def test_a_resumed_run_with_a_kl_term_ends_as_an_uninterrupted_one(more, tmp_path):
-    """The reference stays the model that the run began with."""
-    settings = [*SMALL, *more, "training.kl_beta=0.05", "training.updates_per_batch=2",
-                "checkpoint.every=1", "validation.every=1"]
+KL = ["training.kl_beta=0.05"]
+TAUGHT = ["training.learning_type=distill", "training.teacher=tiny/lab/model"]
+
+
+@pytest.mark.parametrize("more", [KL, KL + LORA, TAUGHT + LORA],
+                         ids=["full", "LoRA", "LoRA and a teacher"])
+def test_a_resumed_run_with_a_reference_ends_as_an_uninterrupted_one(more, tmp_path):
+    """The reference stays the model that the run began with, or the teacher."""
+    settings = [*SMALL, *more, "training.updates_per_batch=2", "checkpoint.every=1",
+                "validation.every=1"]
     for name, max_steps in (("whole", 2), ("resumed", 1), ("resumed", 2)):
         assert start([*settings, f"run.dir={tmp_path / name}",
                       f"training.max_steps={max_steps}"]) == 0

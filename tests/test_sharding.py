@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (
+    DISTILL,
     SILENT_LOG,
     SMALL,
     learning_config,
@@ -37,7 +38,8 @@ VARIANTS = [  # In gpt2 the embeddings are the output layer, too.
     ("gpt2", FLOAT64, KL, 1e-9),
     ("qwen2", FLOAT32, CHECKPOINTING, 1e-5),
     ("qwen2", FLOAT32, MIXED, 0.03),
-    ("qwen2", FLOAT32, {**MIXED, **LORA, **KL}, 0.03)]
+    ("qwen2", FLOAT32, {**MIXED, **LORA, **KL}, 0.03),
+    ("qwen2", FLOAT32, {**CHECKPOINTING, **DISTILL}, 1e-5)]
 
 
 def own_answers(step):
