@@ -51,6 +51,9 @@ SHOWN_ANSWERS = 4  # of a column of the page
 
 def prepare(config: Config) -> Run:
     """Returns a run without a folder and without a log, at the full learning rate."""
+    if config.training.learning_type == "distill":
+        raise UserError("training.learning_type=distill: this page shows what rewards do. Choose "
+                        "grpo or sil")
     training = config.training.model_copy(update={"warmup_steps": 0, "decay_steps": None})
     config = config.model_copy(update={"training": training})
     # The learning rate of step 0 is 0.

@@ -26,6 +26,7 @@ FIRST_STEP, LORA = "test_first_step.py", "test_lora.py"
 RUN, RESUME = "test_run.py", "test_resume.py"
 FAILURES, COUNTDOWN, CONFIG = "test_failures.py", "test_countdown.py", "test_config.py"
 LOGGER, MODELS, CODE = "test_logger.py", "test_models.py", "test_code.py"
+DISTILL = "test_distill.py"
 ADAMW = f"{RUN}::test_a_step_is_adamws_with_the_betas_and_the_decay_of_the_settings"
 MARKED = f"{CODE}::test_a_task_may_mark_the_questions_that_are_held_out"
 # The first tests of some files take long, so these mutants name their test.
@@ -71,7 +72,7 @@ MUTANTS = [
            "return -(objective / normalizer)", "return (objective / normalizer)",
            LEARNING),
     Mutant("the default loss where a variant is set", "main.py",
-           "if training.updates_per_batch > 1 or training.kl_beta:", "if training.kl_beta:",
+           "if training.updates_per_batch > 1 or training.has_reference:", "if training.kl_beta:",
            FAMILY),
     Mutant("no temperature in the loss", "main.py",
            " / self.config.sampling.temperature", "", LEARNING),
@@ -173,6 +174,36 @@ MUTANTS = [
     Mutant("the KL of the loss the other way round", "main.py",
            "log_q = reference_log_probs - log_probs", "log_q = log_probs - reference_log_probs",
            FAMILY),
+    # ------------------------------------------------------------ a teacher
+    Mutant("a teacher's advantage of the wrong sign", "main.py",
+           "(teacher_log_probs - log_probs).detach()", "(log_probs - teacher_log_probs).detach()",
+           FAMILY),
+    Mutant("a teacher's advantage that has a gradient", "main.py",
+           "(teacher_log_probs - log_probs).detach()", "(teacher_log_probs - log_probs)", FAMILY),
+    Mutant("a student compared with what it was before the first update", "main.py",
+           "of_teacher = teacher_advantages(log_probs, batch)",
+           "of_teacher = teacher_advantages(torch.cat([a.old_log_probs for a in batch]), batch)",
+           FAMILY),
+    Mutant("rewards that teach beside a teacher", "main.py",
+           "        else:\n            answers += group  #",
+           "        else:\n            compare_with_group(group, training)\n"
+           "            answers += group  #", DISTILL),
+    Mutant("a teacher with other tokens", "machinery/model.py",
+           "    if different:", "    if False:", DISTILL),
+    Mutant("a teacher that ends answers otherwise", "machinery/model.py",
+           "if its_stop_ids != stop_ids:", "if False:", DISTILL),
+    Mutant("a teacher that lacks tokens", "machinery/model.py",
+           "if its_num_rows < num_rows:", "if False:", DISTILL),
+    Mutant("a teacher with float32 masters", "machinery/model.py",
+           'torch.float32 if config.model.precision == "float32" else HALF_PRECISION',
+           "torch.float32", DISTILL),
+    Mutant("a teacher without room for the answer", "machinery/tasks.py",
+           "min(map(longest_text, models))", "longest_text(models[0])", DISTILL),
+    Mutant("a change along rewards where a teacher teaches", "machinery/metrics.py",
+           '            if training.learning_type == "distill":\n', "            if False:\n",
+           DISTILL),
+    Mutant("words about rewards where a teacher teaches", "machinery/metrics.py",
+           'if config.training.learning_type != "distill":', "if True:", DISTILL),
     Mutant("a reference with the adapters on", "machinery/model.py",
            "        reference.disable_adapters()", "        pass", LORA),
     Mutant("truncated answers learned all the same", "main.py",
