@@ -321,7 +321,7 @@ def step_line(step: int, metrics: dict[str, float | None]) -> str:
     """Returns what matters most of a step, in 79 columns. metrics.jsonl has the rest."""
     note = f"no signal {metrics['groups_without_signal']:.2f}"
     if metrics.get("teacher_lower") is not None:
-        note = f"KL {metrics['kl']:.3f}"  # With a teacher, rewards are no signal.
+        note = f"KL {metrics['kl']:.2g}"  # With a teacher, rewards are no signal.
     if metrics["non_finite"]:
         note = "skipped: not finite"
     elif not metrics["updated"]:

@@ -197,6 +197,8 @@ MUTANTS = [
     Mutant("a teacher with float32 masters", "machinery/model.py",
            'torch.float32 if config.model.precision == "float32" else HALF_PRECISION',
            "torch.float32", DISTILL),
+    Mutant("a teacher that is never checked", "machinery/check.py",
+           "if config.training.teacher is not None:", "if False:", MODELS),
     Mutant("a teacher without room for the answer", "machinery/tasks.py",
            "min(map(longest_text, models))", "longest_text(models[0])", DISTILL),
     Mutant("a change along rewards where a teacher teaches", "machinery/metrics.py",

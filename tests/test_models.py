@@ -227,6 +227,30 @@ def test_the_check_notices_noise_that_a_model_adds_only_while_it_learns(
         check.check_model(plain, run.policy, None, main.generate_plain, LONG, 0, run.config)
 
 
+def test_the_check_looks_at_a_teacher_too(folder_of, not_edited, one_rank):
+    """This one answers otherwise if it reads several rows together."""
+    run = begin(folder_of("qwen3_moe"))
+    config = make_config(training__learning_type="distill", training__teacher="made up",
+                         model__precision="float32",
+                         sampling__temperature=run.config.sampling.temperature)
+    teacher = tiny_model("gemma3").eval()
+    reference = main.make_policy(teacher, config)
+    plain = main.Policy(run.sampler, config)
+    arguments = (plain, run.policy, reference, main.generate_plain, LONG, 0, config)
+    check.check_model(*arguments)
+    forward = teacher.forward
+
+    def otherwise(**keys):
+        output = forward(**keys)
+        if keys.get("input_ids") is not None and len(keys["input_ids"]) > 1:
+            output.logits = output.logits * 2
+        return output
+
+    teacher.forward = otherwise
+    with pytest.raises(UserError, match="of Policy differ from .* with the teacher's weights by"):
+        check.check_model(*arguments)
+
+
 # ---------------------------------------------------------------- parts that no text goes through
 
 def test_a_tower_for_images_does_not_learn_is_told_of_and_gets_no_adapters(
