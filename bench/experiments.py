@@ -44,6 +44,7 @@ BOTH = "divided by both, as in GRPO"
 PUBLISHED = "GRPO as published"
 LAB_TEACHER = "Dr. GRPO, 120 steps"
 DISTILLED = "distilled"
+TEACHERS_ANSWERS = "fine-tuned on the teacher's answers"
 MASKED = "truncated answers masked"
 # A second name after it says what else differs from the default.
 ANSWER_PAYS = "only the answer pays"
@@ -90,8 +91,7 @@ RUNS |= {
     DISTILLED: DISTILL,
     f"{DISTILLED}, groups of one": DISTILL | {QUESTIONS: 128, GROUP: "[1,1]"},
     f"{DISTILLED}, three times the learning rate": DISTILL | {"training.learning_rate": "1.5e-4"},
-    "fine-tuned on the teacher's answers": DISTILL | {
-        PROGRAM: ["bench/mistakes.py", "teachers-answers"]},
+    TEACHERS_ANSWERS: DISTILL | {PROGRAM: ["bench/mistakes.py", "teachers-answers"]},
     "only the format pays": ON_TINY | {"task.reward_weights": "{answer: 0.0, format: 1.0}"},
 }
 
@@ -376,6 +376,7 @@ PANELS = {
     "Only the answer pays": [
         ANSWER_PAYS,
         *[f"{ANSWER_PAYS}, {run}" for run in (MEAN, SIL, STANDARD_DEVIATION, PUBLISHED)]],
+    "Who teaches": [LAB_TEACHER, SIL, DISTILLED, TEACHERS_ANSWERS],
     "One half of the advantages": [
         DEFAULT, "only positive advantages", "only negative advantages"],
     "Four updates, twice the learning rate": [DEFAULT, "four updates, clipped", "four updates"],
@@ -385,16 +386,19 @@ PANELS = {
 
 
 def draw(chosen: list[str], known: dict, options: argparse.Namespace) -> None:
-    """Draws the share solved by the chosen runs, in a panel for each entry of PANELS."""
-    figure = Figure(figsize=(6, 2 * len(PANELS)), layout="constrained")
-    all_axes = figure.subplots(len(PANELS), 1)
-    for axes, (title, runs) in zip(all_axes, PANELS.items()):
+    """Draws the share solved by the chosen runs, in a panel for each entry of PANELS whose runs are
+    all chosen."""
+    panels = [(title, runs) for title, runs in PANELS.items() if set(runs) <= set(chosen)]
+    figure = Figure(figsize=(6, 2 * max(1, len(panels)) + 0.4), layout="constrained")
+    all_axes = figure.subplots(max(1, len(panels)), 1, squeeze=False)[:, 0]
+    for axes, (title, runs) in zip(all_axes, panels):
         axes.set_title(title, fontsize=13, fontweight="bold", loc="left")
         axes.set_ylim(0, 1 if TINY in runs else 0.5)
         axes.grid(alpha=0.3)
-        draw_runs(axes, [run for run in runs if run in chosen], known, options)
-    figure.supxlabel("training step (thin: one seed, thick: mean of the seeds)", fontsize=12)
-    figure.supylabel("share solved (lab model, unless stated)", fontsize=12)
+        draw_runs(axes, runs, known, options)
+    figure.supxlabel("training step, of 128 answers (thin: a seed, thick: their mean)", fontsize=12)
+    figure.supylabel("share solved (lab model, unless stated)" if len(panels) > 1 else "solved",
+                     fontsize=12)
     figure.savefig(options.picture, dpi=160)
 
 
