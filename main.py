@@ -286,7 +286,8 @@ def compute_advantages(
     groups: list[list[Trajectory]], training: TrainingSettings
 ) -> list[Trajectory]:
     """Sets the advantage of every answer of the step. Returns the answers that count in the loss,
-    by default all of them."""
+    by default all of them. (With `distill` all advantages stay 0, and a teacher's are added in
+    `variant_objective`.)"""
     answers = []
     for group in groups:
         if training.learning_type == "grpo":
@@ -295,7 +296,7 @@ def compute_advantages(
         elif training.learning_type == "sil":
             answers += imitate_best(group, training)  # a variant
         else:
-            answers += group  # With "distill", `policy_loss` asks a teacher; a variant.
+            answers += group  # "distill", a variant
     return answers
 
 
@@ -691,7 +692,7 @@ def variant_objective(
     advantages: torch.Tensor, log_probs: torch.Tensor, batch: list[Trajectory],
     training: TrainingSettings,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The objective with a ratio or with a KL penalty. Returns it, and sums for the log."""
+    """The objective with a ratio, a KL penalty or a teacher. Returns it, and sums for the log."""
     watched = {}
     if training.learning_type == "distill":
         of_teacher = teacher_advantages(log_probs, batch)
@@ -751,15 +752,15 @@ def add_reference_log_probs(run: Run, answers: list[Trajectory]) -> None:
 def teacher_advantages(log_probs: torch.Tensor, batch: list[Trajectory]) -> torch.Tensor:
     """On-policy distillation (Agarwal et al. 2023). Keys: `learning_type: distill`, `teacher`.
 
-    The policy is a student, which samples answers, and a teacher says how likely each of their
-    tokens would have been. The advantage of a token is
+    The policy is a student, which samples the answers. A teacher, another model that is never
+    trained, says how likely it would have been to write each token. The advantage of a token is
 
         log-probability of the teacher - log-probability of the student
 
-    so a token that the teacher likes better becomes more likely. It's detached. Rewards are logged,
-    and teach nothing. On average a step goes down the sum over tokens of KL(student || teacher),
-    with the tokens before each held fixed: it's `kl_in_reward` with beta 1, and with the teacher as
-    the reference."""
+    so a token that the teacher likes better becomes more likely. Rewards are logged, and teach
+    nothing. On average a step lowers the sum over tokens of KL(student || teacher), with everything
+    before each token held fixed. It's the penalty of `kl_in_reward` with beta 1, and with the
+    teacher as the reference."""
     teacher_log_probs = torch.cat([answer.reference_log_probs for answer in batch])
     return (teacher_log_probs - log_probs).detach()
 

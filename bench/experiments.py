@@ -396,7 +396,8 @@ def draw(chosen: list[str], known: dict, options: argparse.Namespace) -> None:
         axes.set_ylim(0, 1 if TINY in runs else 0.5)
         axes.grid(alpha=0.3)
         draw_runs(axes, runs, known, options)
-    figure.supxlabel("training step, of 128 answers (thin: a seed, thick: their mean)", fontsize=12)
+    curves = " (thin: one seed, thick: their mean)" if len(options.seeds) > 1 else ""
+    figure.supxlabel(f"training step, of 128 answers{curves}", fontsize=12)
     figure.supylabel("share solved (lab model, unless stated)" if len(panels) > 1 else "solved",
                      fontsize=12)
     figure.savefig(options.picture, dpi=160)
