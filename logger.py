@@ -27,7 +27,6 @@ import yaml
 from torch import nn
 from tqdm.std import TRLock, tqdm
 
-from machinery.code import changed_files
 from machinery.errors import describe, errors_of_phase, shortened, visible
 from machinery.metrics import look_at_first_step, quality
 from machinery.ranks import DEVICE, RANK, WORLD_SIZE
@@ -112,10 +111,9 @@ class Logger:
         relative = self.folder.newest_relative()
         if relative is None:
             return
-        path, state = relative
-        names = changed_files(state["code"], self.folder.code.texts)
+        path, step, names = relative
         code = f"a different {' and '.join(names)}" if names else "the same code"
-        print(wrap(f"{path}, at step {state['step']}, has the same settings and {code}. To compare "
+        print(wrap(f"{path}, at step {step}, has the same settings and {code}. To compare "
                    "both (one seed each):"))
         print(shlex.join([sys.executable, str(ROOT / "examples/one_run.py"), str(self.path),
                           str(path)]))
@@ -247,7 +245,10 @@ class Logger:
         self.last_drawing = time.monotonic()
         figure = Figure(figsize=(7.5, 4.6), layout="constrained")  # legible on a phone
         axes = figure.subplots(2, 3).flatten()
-        for axis, (name, (title, unit)) in zip(axes, CURVES.items()):
+        curves = list(CURVES.items())
+        if self.config.training.learning_type == "distill":  # There, rewards are no signal.
+            curves[-1] = ("kl", ("KL to the teacher", "nats"))
+        for axis, (name, (title, unit)) in zip(axes, curves):
             axis.set_title(title.format(n=self.config.validation.best_of_n))
             axis.set(xlabel="step", ylabel=unit)
             axis.locator_params("x", integer=True, nbins=4)
@@ -320,7 +321,7 @@ class Logger:
 def step_line(step: int, metrics: dict[str, float | None]) -> str:
     """Returns what matters most of a step, in 79 columns. metrics.jsonl has the rest."""
     note = f"no signal {metrics['groups_without_signal']:.2f}"
-    if metrics.get("teacher_lower") is not None:
+    if metrics.get("kl") is not None and "teacher_lower" in metrics:
         note = f"KL {metrics['kl']:.2g}"  # With a teacher, rewards are no signal.
     if metrics["non_finite"]:
         note = "skipped: not finite"

@@ -582,7 +582,7 @@ def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
         elif training.kl_beta:
             reference = make_policy(make_reference(model, config), config)
     with log.phase("prepare"):
-        folder.check_data(training_rows, validation_rows)  # Different ones are refused.
+        folder.check_data(training_rows, validation_rows, teacher)  # Others are refused.
         policy = make_policy(model, config)
         if training.shard:  # Each rank keeps a part of every weight.
             policy = Sharded(policy)

@@ -3,6 +3,7 @@
     .venv/bin/python bench/experiments.py --show --data docs/experiments.json \
         --picture docs/experiments.png
         the tables and the picture of docs/experiments.md, from the runs in the file, in seconds
+        (with --data docs/teachers.json --seeds 0 --picture docs/teachers.png those of teachers)
     .venv/bin/python bench/experiments.py --run "Dr. GRPO, G = 8" --run "G = 2" --seeds 0
         these runs, in minutes; a run in the file of --data is not repeated
     .venv/bin/python bench/experiments.py
@@ -441,7 +442,11 @@ def command(arguments: list[str]) -> None:
     else:
         wanted = {title_of(run, seed, options): (run, seed)
                   for run in chosen for seed in options.seeds}
-        known = kept.run_missing(options.data, wanted, lambda each: record_of(*each, options))
+        for has_teacher in (False, True):  # Teachers are trained first.
+            these = {title: each for title, each in wanted.items()
+                     if (TEACHER in RUNS[each[0]]) == has_teacher}
+            known = kept.run_missing(
+                options.data, these, lambda each: record_of(*each, options))
     show_runs(chosen, known, options)
     claims = [claim for claim in CLAIMS if {claim.more, claim.less} <= set(chosen)]
     effects = show_claims(claims, known, options)

@@ -17,7 +17,7 @@ IS_A_COMMAND = Path(sys.argv[0]).name in ("main.py", "ask.py", "one_step.py")
 def keep_source(file: str) -> None:
     """Lets `inspect` see the text that Python has just read, also if the file is edited while the
     imports take their time. An entry without a time is never read again."""
-    lines = Path(file).read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = linecache.getlines(file)
     linecache.cache[file] = (len(lines), None, lines, file)
 
 

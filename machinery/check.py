@@ -140,14 +140,16 @@ def compare_policies(
     # Both may consist of the same modules, so the mode is set before each.
     plain.eval()
     found = compare_with_own(plain, answers, config)
-    of_plain, _ = plain(answers)
+    of_plain, _, _ = found[OF_PLAIN]
     policy.train()  # In train mode a model may add noise.
     of_policy, _ = policy(answers)
     found["log-probabilities while learning differ from the sampler's"] = (
         of_policy, of_plain, allowed)
     if config.training.teacher is not None:
         teacher = reference.plain if config.model.fast else reference
-        for what, values in compare_with_own(teacher, answers, config).items():
+        with as_user_error(f"training.teacher={config.training.teacher!r} cannot be read here"):
+            of_teacher = compare_with_own(teacher, answers, config)
+        for what, values in of_teacher.items():
             found[what + WITH_TEACHER] = values
     elif reference is not None:
         of_reference, _ = reference(answers)

@@ -337,6 +337,9 @@ def look_at_first_step(metrics: dict[str, float | None], config: Config) -> list
     signs = signs_of_sampling(numbers, config)
     if config.training.learning_type != "distill":  # There, rewards teach nothing.
         signs += signs_of_groups(numbers) + signs_of_rewards(numbers)
+    elif numbers.get("kl", math.nan) <= 1e-6:
+        signs.append("! the teacher gives the same probabilities as the student: is it the model "
+                     "that training.teacher should name?")
     signs += signs_of_update(numbers, config)
     return measured(numbers, config) + (signs or ["nothing is off"])
 
@@ -346,21 +349,21 @@ def measured(numbers: dict[str, float], config: Config) -> list[str]:
         "log p of a token changed on average by {change_rewarded:+.5f} in answers above their "
         "group's mean reward, and by {change_punished:+.5f} in answers below it. "
         "{change_as_meant:.0%} of all change goes the way the reward points")
-    if config.training.learning_type == "distill":
-        change = (
-            "log p of a token changed on average by {change_rewarded:+.5f} where the teacher gives "
-            "it a higher probability, and by {change_punished:+.5f} where a lower one. "
-            "{change_as_meant:.0%} of all change goes towards the teacher")
-    if not numbers["learned"]:
-        change = "there was nothing to learn from, so no log p has changed"
     truncation = "{truncated:.0%} of the answers are truncated, the others end by themselves"
     groups = (
         "{groups_without_signal:.0%} of the groups have no signal. In {groups_all_solved:.0%} all "
         "answers are right, in {groups_none_solved:.0%} none")
     if config.training.learning_type == "distill":
+        change = (
+            "log p of a token changed on average by {change_rewarded:+.5f} where the teacher gives "
+            "it a higher probability, and by {change_punished:+.5f} where a lower one. "
+            "{change_as_meant:.0%} of all change goes towards the teacher")
         groups = (
             "KL(student || teacher) is {kl:.2g} nats a token in the mean. {teacher_lower:.0%} of "
             "the tokens have a lower probability with the teacher than with the student")
+    if not numbers["learned"]:
+        change = "there was nothing to learn from, so no log p has changed"
+        numbers = {"kl": math.nan, "teacher_lower": math.nan, **numbers}
     sampler = (
         "on a sampled token, sampler and policy differ by {sampler_gap:.1g} nats in the mean, and "
         "by {sampler_gap_max:.1g} at most")

@@ -110,33 +110,46 @@ class RunFolder:
         for name, text in texts.items():
             self.write(name, text)
 
-    def check_data(self, training: list[dict], validation: list[dict]) -> None:
-        """Refuses rows that differ from those of other ranks or of the checkpoint. Collective."""
+    def check_data(
+        self, training: list[dict], validation: list[dict], teacher: nn.Module | None
+    ) -> None:
+        """Refuses rows or a teacher that differ from those of other ranks or of the checkpoint.
+        Collective."""
         self.data = describe_data(training, validation)
+        if teacher is not None:
+            self.data["teacher"] = checksum(teacher, teacher)
         if any(data != self.data for data in gather(self.data)):
             raise SharedError(f"task.name={self.config.task.name!r}: load returns different rows, "
-                              "or a different order, on different ranks")
+                              "or a different order, on different ranks (or these have different "
+                              "teachers)")
         then = self.state.get("data", self.data)
+        if then.get("teacher") != self.data.get("teacher"):
+            raise SharedError(
+                f"training.teacher={self.config.training.teacher!r} has different weights than "
+                f"when {self.path} was made. To start over, set run.name to another name")
         if then != self.data:
             raise SharedError(
                 f"{self.path} was made with different questions ({then['training']:,} to train on "
                 f"and {then['validation']:,} held out; now {self.data['training']:,} and "
                 f"{self.data['validation']:,}). To start over, set run.name to another name")
 
-    def newest_relative(self) -> tuple[Path, dict[str, Any]] | None:
-        """Returns the newest other run with the same settings, and the state of its checkpoint."""
+    def newest_relative(self) -> tuple[Path, int, list[str]] | None:
+        """Returns the newest other run with the same settings, the step of its checkpoint, and
+        which files are different there."""
         found = []
         for checkpoints in self.path.parent.glob("*/checkpoints"):
-            with suppress(OSError, ValueError, LookupError):  # Its run may be saving just now.
+            # Its run may be saving just now, or this Python cannot read its code.
+            with suppress(OSError, ValueError, LookupError, SyntaxError):
                 [newest, *_] = numbered_folders(checkpoints, "step")
                 state = json.loads((newest / "state.json").read_text(encoding="utf-8"))
                 is_same = state["experiment"] == experiment(self.config)
                 if is_same and checkpoints.parent != self.path:
-                    found.append((newest.stat().st_mtime, checkpoints.parent, state))
+                    names = changed_files(state["code"], self.code.texts)
+                    found.append((newest.stat().st_mtime, checkpoints.parent, state["step"], names))
         if not found:
             return None
-        _, folder, state = max(found, key=lambda relative: relative[0])
-        return folder, state
+        _, *relative = max(found)
+        return tuple(relative)
 
     def seconds(self) -> float:
         """Returns how long this run has taken so far, earlier starts included."""
@@ -194,7 +207,7 @@ class RunFolder:
         with errors_on_all_ranks(), self.writing():
             if RANK == 0:
                 self.cut_growing_files(self.state["bytes"])
-                if self.state["step"] < self.config.training.max_steps:
+                if self.will_change():
                     self.write_code(self.code.texts)
                     if self.code_changed:
                         record = {"step": self.state["step"], "code_changed": self.code_changed}
@@ -204,6 +217,11 @@ class RunFolder:
                 if not (self.path / "best").exists():
                     restored["best"] = NEW["best"]  # The next evaluation makes another.
         return restored
+
+    def will_change(self) -> bool:
+        """Whether this start trains or evaluates, and so continues the run with its code."""
+        step, last_step = self.state["step"], self.config.training.max_steps
+        return step < last_step or (step == last_step and self.state["last_evaluation"] != step)
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, **state: Any) -> None:
         """Saves all that resuming needs. Random numbers have no state. Collective."""

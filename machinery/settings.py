@@ -241,6 +241,9 @@ def check_learning_type(training: TrainingSettings) -> None:
         if value != default:
             raise UserError(f"training.{key}={value}: set it to {default} with distill, where "
                             "the teacher alone decides what is learned")
+    if training.ratio == "sequence":
+        raise UserError("training.ratio=sequence: set it to token or cispo with distill, where "
+                        "each token has an advantage of its own")
 
 
 def describe_mistake(mistake: dict[str, Any]) -> str:

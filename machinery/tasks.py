@@ -76,6 +76,7 @@ def load_questions(
 
     rows = load_rows("data.dataset", task, config.data.max_rows, config)
     if config.data.validation is not None:
+        rows = [row for row in rows if not row.get("held_out")]  # Another file is asked.
         for row in load_rows("data.validation", task, None, config):
             rows.append({**row, "held_out": True})
     most = config.data.max_prompt_tokens
@@ -139,7 +140,11 @@ def describe_data(training: list[dict], validation: list[dict]) -> dict[str, Any
     digest = sha256()
     rows = training + validation
     for start in range(0, len(rows), 1000):
-        text = json.dumps(rows[start:start + 1000], default=as_json, skipkeys=True)
+        some = rows[start:start + 1000]
+        try:
+            text = json.dumps(some, default=as_json, sort_keys=True)
+        except TypeError:  # a key that JSON doesn't know, or keys of several types
+            text = repr(some)
         digest.update(text.encode())
     return {"training": len(training), "validation": len(validation), "digest": digest.hexdigest()}
 

@@ -4,6 +4,7 @@ is reported from it."""
 import json
 import linecache
 import shutil
+import subprocess
 import sys
 from copy import copy
 from datetime import date
@@ -56,6 +57,29 @@ def test_a_digest_is_never_read_as_a_number():
     for number in range(300):
         text = main.load_config([f"run.code={digest_of({MAIN: f'x = {number}'})}"]).run.code
         assert text == digest_of({MAIN: f"x = {number}"})
+
+
+EDITED_WHILE_IT_STARTS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import machinery
+from pathlib import Path
+Path(__file__).write_text("# edited")
+import inspect
+def answer(): return 42
+print(inspect.getsource(answer))
+"""
+
+
+def test_the_source_is_what_python_has_read_and_no_later_edit(tmp_path):
+    script = tmp_path / "main.py"
+    script.write_text(EDITED_WHILE_IT_STARTS)
+
+    said = subprocess.run([sys.executable, str(script), str(ROOT)], check=True, text=True,
+                          stdout=subprocess.PIPE).stdout
+
+    assert "def answer(): return 42" in said
+    assert script.read_text() == "# edited"
 
 
 def test_code_is_what_runs_also_under_another_name(tmp_path, monkeypatch):

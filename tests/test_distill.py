@@ -28,7 +28,9 @@ from conftest import (
 from processes import ROOT
 from transformers import AutoModelForCausalLM
 
+import machinery.model
 import main
+from logger import step_line
 from machinery.errors import UserError
 from machinery.metrics import change_metrics
 from machinery.model import find_stop_ids, load_model, load_teacher
@@ -172,11 +174,6 @@ def drop_rows(folder):
     model.save_pretrained(folder)
 
 
-def quantize(folder):
-    edit_json(folder / "config.json", lambda config: config.update(
-        quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True}))
-
-
 def lose_weights(folder):
     (folder / "model.safetensors").unlink()
 
@@ -185,7 +182,6 @@ def lose_weights(folder):
     (swap_two_tokens, "has different tokens than model.name, like"),
     (stop_elsewhere, "ends its answers with the tokens"),
     (drop_rows, "use a teacher that knows as many"),
-    (quantize, "cannot be loaded"),
     (lose_weights, "cannot be loaded"),
 ])
 def test_a_wrong_teacher_is_one_line(change, says, tmp_path):
@@ -220,6 +216,67 @@ def test_a_teacher_of_another_size_with_more_rows_teaches_and_nothing_is_said_of
     assert all(step["kl"] > 0 and step["updated"] == 1 for step in steps)
 
 
+def test_a_quantized_teacher_is_one_line(monkeypatch):
+    config = make_config(**{**DISTILL, "training__teacher": TINY})
+    student, tokenizer = load_model(make_config())
+    load_weights = machinery.model.load_weights
+
+    def load_quantized(*arguments):
+        model, loading_info = load_weights(*arguments)
+        model.is_quantized = True
+        return model, loading_info
+
+    monkeypatch.setattr(machinery.model, "load_weights", load_quantized)
+    with pytest.raises(UserError, match="training.teacher='.*' is quantized"):
+        load_teacher(student, tokenizer, config)
+
+
+def test_a_teacher_may_know_more_tokens_than_the_student():
+    config = make_config(**{**DISTILL, "training__teacher": TINY})
+    student, tokenizer = load_model(make_config())
+    teacher, its_tokenizer = load_model(make_config())
+    its_tokenizer.add_tokens(["<new>"])
+    teacher.resize_token_embeddings(len(its_tokenizer))
+
+    machinery.model.check_tokens(teacher, its_tokenizer, student, tokenizer, TINY)
+
+    with pytest.raises(UserError, match="different tokens than model.name, like '<new>'"):
+        machinery.model.check_tokens(student, tokenizer, teacher, its_tokenizer, TINY)
+    assert config.training.has_reference
+
+
+def test_a_run_resumes_with_the_teacher_that_it_began_with(tmp_path, capsys):
+    teacher = edited(tmp_path / "teacher", lambda folder: None)
+    command = [*SMALL, f"run.dir={tmp_path}", "training.learning_type=distill",
+               f"training.teacher={teacher}"]
+    assert start([*command, "training.max_steps=1"]) == 0
+    shutil.copytree(ROOT / "tiny" / "lab" / "model", teacher, dirs_exist_ok=True)
+    capsys.readouterr()
+
+    assert start([*command, "training.max_steps=2"]) == 2
+
+    assert "has different weights than when" in capsys.readouterr().err
+
+
+def test_a_step_without_anything_to_learn_and_one_that_is_not_finite_are_told(tmp_path, capsys):
+    assert start([*SMALL, f"run.dir={tmp_path}", "training.learning_type=distill",
+                  "training.teacher=tiny/lab/model", "training.mask_truncated=true",
+                  "training.max_new_gen_tokens=2", "training.max_steps=1"]) == 0
+
+    said = capsys.readouterr().out
+    assert "nothing to learn from" in said and "KL(student || teacher) is n/a" in said
+    metrics = read_jsonl(tmp_path / "a" / "metrics.jsonl")[1]
+    spoiled = {**metrics, "kl": None, "teacher_lower": 0.0, "non_finite": 1}
+    assert "skipped: not finite" in step_line(1, spoiled)
+
+
+def test_a_teacher_that_is_the_student_is_named(tmp_path, capsys):
+    assert start([*SMALL, f"run.dir={tmp_path}", "training.learning_type=distill",
+                  "training.teacher=tiny/model", "training.max_steps=1"]) == 0
+
+    assert "! the teacher gives the same probabilities" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("precision", "dtype"), [
     ("float32", torch.float32), ("mixed", torch.bfloat16), ("bfloat16", torch.bfloat16)])
 def test_a_teacher_has_no_masters_no_adapters_and_no_gradient(precision, dtype):
@@ -240,6 +297,7 @@ def test_a_teacher_has_no_masters_no_adapters_and_no_gradient(precision, dtype):
     ({"training__teacher": TINY}, "set training.learning_type to distill"),
     ({**DISTILL, "training__kl_beta": 0.1}, "set it to 0.0 with distill"),
     ({**DISTILL, "training__scale_rewards": "group"}, "set it to none with distill"),
+    ({**DISTILL, "training__ratio": "sequence"}, "set it to token or cispo with distill"),
     ({**DISTILL, "training__k_best_of_n": [1, 2]}, "or \\[1, 1\\] for distill"),
 ])
 def test_keys_that_do_not_go_with_a_teacher_are_refused(keys, says):

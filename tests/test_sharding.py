@@ -39,7 +39,7 @@ VARIANTS = [  # In gpt2 the embeddings are the output layer, too.
     ("qwen2", FLOAT32, CHECKPOINTING, 1e-5),
     ("qwen2", FLOAT32, MIXED, 0.03),
     ("qwen2", FLOAT32, {**MIXED, **LORA, **KL}, 0.03),
-    ("qwen2", FLOAT32, {**CHECKPOINTING, **DISTILL}, 1e-5)]
+    ("qwen2", FLOAT32, {**CHECKPOINTING, **DISTILL, "training__mask_truncated": True}, 1e-5)]
 
 
 def own_answers(step):
@@ -49,6 +49,7 @@ def own_answers(step):
     for i, answer in enumerate(answers):
         if (step == 2 and RANK == 0) or step == 3 or (step == 4 and i > RANK):
             answer.advantage = 0.0
+            answer.is_truncated = True  # A teacher has something to say of all others.
     return answers
 
 
