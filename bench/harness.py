@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -42,7 +43,7 @@ NEVER = 10**9  # No run gets to this step.
 class NoFolder:
     """Takes the place of runs.RunFolder. There is nothing to resume from."""
 
-    def check_data(self, training: list[dict], validation: list[dict]) -> None:
+    def check_data(self, *compared: Any) -> None:
         pass
 
     def restore(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict:
