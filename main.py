@@ -571,16 +571,13 @@ def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
         model, tokenizer = load_model(config)
         stop_ids = find_stop_ids(model, tokenizer)
         teacher = load_teacher(model, tokenizer, config)  # None, or that of a variant
-        models = [model] if teacher is None else [model, teacher]
-        training_rows, validation_rows = load_questions(task, models, tokenizer, config)
+        training_rows, validation_rows = load_questions(task, model, teacher, tokenizer, config)
         # In mixed precision the sampler is a copy rounded to bfloat16. With `shard` it's a whole
         # copy on each rank. Otherwise it shares the model's weights.
         sampler = make_sampler(model, config)
         reference = None
-        if teacher is not None:
-            reference = make_policy(teacher, config)
-        elif training.kl_beta:
-            reference = make_policy(make_reference(model, config), config)
+        if training.has_reference:
+            reference = make_policy(teacher or make_reference(model, config), config)
     with log.phase("prepare"):
         folder.check_data(training_rows, validation_rows, teacher)  # Others are refused.
         policy = make_policy(model, config)

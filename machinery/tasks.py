@@ -67,10 +67,10 @@ def import_task(name: str) -> ModuleType:
 # ---------------------------------------------------------------- questions
 
 def load_questions(
-    task: Task, models: list[PreTrainedModel], tokenizer: PreTrainedTokenizerBase, config: Config
+    task: Task, model: PreTrainedModel, teacher: PreTrainedModel | None,
+    tokenizer: PreTrainedTokenizerBase, config: Config,
 ) -> tuple[list[dict], list[dict]]:
-    """Returns the rows to train on and the rows that are held out, the same on every rank. Each of
-    the models has to have room for the longest prompt and its answer."""
+    """Returns the rows to train on and the rows that are held out, the same on every rank."""
     def num_tokens(row: dict) -> int:
         return len(encode_prompt(row, task, tokenizer, config))
 
@@ -83,7 +83,10 @@ def load_questions(
     if most is not None:
         rows = [row for row in rows if num_tokens(row) <= most]
     training, validation = split(rows, config)
-    check_prompt_lengths(rows, num_tokens, min(map(longest_text, models)), config)
+    context = longest_text(model)
+    if teacher is not None:
+        context = min(context, longest_text(teacher))
+    check_prompt_lengths(rows, num_tokens, context, config)
     return training, validation
 
 

@@ -202,7 +202,7 @@ MUTANTS = [
     Mutant("a teacher that was exchanged", "machinery/runs.py",
            'if then.get("teacher") != self.data.get("teacher"):', "if False:", DISTILL),
     Mutant("a teacher without room for the answer", "machinery/tasks.py",
-           "min(map(longest_text, models))", "longest_text(models[0])", DISTILL),
+           "min(context, longest_text(teacher))", "context", DISTILL),
     Mutant("a change along rewards where a teacher teaches", "machinery/metrics.py",
            '            if training.learning_type == "distill":\n', "            if False:\n",
            DISTILL),

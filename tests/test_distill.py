@@ -313,5 +313,5 @@ def test_an_answer_needs_room_in_the_teacher_too(tmp_path):
     task = main.load_task(config)
 
     with pytest.raises(UserError, match=f"exceeds the {L} that"):
-        main.load_questions(
-            task, [model, load_teacher(model, tokenizer, config)], tokenizer, config)
+        teacher = load_teacher(model, tokenizer, config)
+        main.load_questions(task, model, teacher, tokenizer, config)

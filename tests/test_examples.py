@@ -107,7 +107,7 @@ def test_questions_that_are_too_long_are_left_out():
     config = make_config(data__dataset="examples/gsm8k.jsonl", data__num_validation=3,
                          data__max_prompt_tokens=lengths[8], training__max_new_gen_tokens=48)
 
-    training, validation = main.load_questions(task, [make_model()], tokenizer, config)
+    training, validation = main.load_questions(task, make_model(), None, tokenizer, config)
 
     kept = sorted(len(tokenizer(row["prompt"])["input_ids"]) for row in training + validation)
     assert kept == lengths[:9]
