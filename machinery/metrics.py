@@ -373,7 +373,7 @@ def measured(numbers: dict[str, float], config: Config) -> list[str]:
 
 def signs_of_sampling(numbers: dict[str, float], config: Config) -> list[str]:
     signs = [
-        (numbers["truncated"] >= 0.5, (
+        (numbers["truncated"] >= 0.9, (
             "! too many answers are truncated: raise training.max_new_gen_tokens. Or the model "
             "does not know its stop token. For a chat model set data.prompt_style to chat")),
         (numbers["sampler_gap"] >= LARGE_GAP[config.model.precision], (

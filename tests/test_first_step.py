@@ -236,7 +236,7 @@ def bad_signs(lines):
 
 
 @pytest.mark.parametrize(("metric", "last_good", "first_bad", "says"), [
-    ("truncated", 0.5 - JUST, 0.5, "stop token"),
+    ("truncated", 0.9 - JUST, 0.9, "stop token"),
     ("reward/answer", JUST, 0, "reward_function"),
     ("groups_none_solved", 0.9 - JUST, 0.9, "too hard"),
     ("groups_all_solved", 0.9 - JUST, 0.9, "too easy"),
