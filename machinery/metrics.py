@@ -25,6 +25,7 @@ LARGE_GAP = {"float32": 1e-3, "mixed": 0.05, "bfloat16": 0.05}
 MOVED = 1e-6  # A token moved if its log-probability changed by more than this.
 GROUPS_GRADED_AGAIN = 4  # on each rank, with two answers of each group
 MOST_SKIPPED_STEPS = 5  # in a row
+MOST_GROUPS = 0.95  # A step of 16 groups may learn from a single one.
 NOTHING_LEARNED = {
     "loss": 0.0,
     "entropy": math.nan,
@@ -386,14 +387,17 @@ def signs_of_sampling(numbers: dict[str, float], config: Config) -> list[str]:
 
 def signs_of_groups(numbers: dict[str, float]) -> list[str]:
     signs = [
-        (numbers["groups_none_solved"] >= 0.9, (
-            "! the questions are too hard to learn from: take easier ones with data.dataset, a "
-            "better model with model.name, or more answers with training.k_best_of_n")),
-        (numbers["groups_all_solved"] >= 0.9,
-         "! the questions are too easy to learn from: take harder ones with data.dataset"),
-        (numbers["groups_without_signal"] >= 0.9, (
-            "! equal rewards in a group teach grpo nothing, whatever the learning rate: see "
-            "task.reward_weights, training.k_best_of_n and data.dataset")),
+        (numbers["groups_none_solved"] >= MOST_GROUPS, (
+            "! hardly any question was solved by any answer. If that lasts, they are too hard: use "
+            "easier ones with data.dataset, a better model with model.name, or more answers with "
+            "training.k_best_of_n")),
+        (numbers["groups_all_solved"] >= MOST_GROUPS, (
+            "! nearly every question was solved by all answers. If that lasts, they are too easy: "
+            "use harder ones with data.dataset")),
+        (numbers["groups_without_signal"] >= MOST_GROUPS, (
+            "! nearly all groups have equal rewards, which teach grpo nothing, whatever the "
+            "learning rate. If that lasts, see task.reward_weights, training.k_best_of_n and "
+            "data.dataset")),
     ]
     return [text for is_seen, text in signs if is_seen]
 
