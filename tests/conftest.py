@@ -299,7 +299,7 @@ SIL = ["training.learning_type=sil", "training.k_best_of_n=[2,4]"]
 # The metrics that depend on the clock or on the machine.
 TIMES = {"tokens_per_second", "seconds/sample", "seconds/score", "seconds/learn", "memory_gb"}
 # These are measured in the first step, and in each step that is evaluated.
-CHANGE = {"moved", "change_as_meant", "change_rewarded", "change_punished"}
+CHANGE = {"moved", "change_size", "change_as_meant", "change_rewarded", "change_punished"}
 
 
 def run_folder(config) -> main.RunFolder:
