@@ -45,9 +45,9 @@ means that all ranks have to call it.
 
 Two functions are shown in their plain form, `generate_plain` and `Policy.forward`. By default,
 `generate_fast` and `FastPolicy` of machinery/ run instead: the same distribution and the same
-log-probabilities in less time. Before each run, `check_model` compares all four with the model's
-own forward pass, on a few tokens. To edit the plain ones, set model.fast=false: then they run, and
-the check only tells you how far off they are.
+log-probabilities in less time. Before each run, `check_model` compares all four, on a few tokens,
+with the model's own forward pass or with each other. To edit the plain ones, set model.fast=false:
+then they run, and the check only tells you how far off they are.
 """
 
 import machinery  # noqa: F401, I001  First, because it prints a line before the slow imports below.
@@ -570,7 +570,7 @@ def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
         task = load_task(config)
         model, tokenizer = load_model(config)
         stop_ids = find_stop_ids(model, tokenizer)
-        teacher = load_teacher(model, tokenizer, config)  # None, or that of a variant
+        teacher = load_teacher(model, tokenizer, config)  # None, unless `distill` is set
         training_rows, validation_rows = load_questions(task, model, teacher, tokenizer, config)
         # In mixed precision the sampler is a copy rounded to bfloat16. With `shard` it's a whole
         # copy on each rank. Otherwise it shares the model's weights.
@@ -579,7 +579,8 @@ def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
         if training.has_reference:
             reference = make_policy(teacher or make_reference(model, config), config)
     with log.phase("prepare"):
-        folder.check_data(training_rows, validation_rows, teacher)  # Others are refused.
+        # A run resumes with the questions and the teacher that it began with, or not at all.
+        folder.check_data(training_rows, validation_rows, teacher)
         policy = make_policy(model, config)
         if training.shard:  # Each rank keeps a part of every weight.
             policy = Sharded(policy)
@@ -595,9 +596,9 @@ def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
         any_prompt = encode_prompt(training_rows[0], task, tokenizer, config)
         # On three made-up answers and 20 greedily sampled tokens, this compares Policy,
         # generate_plain and generate_fast with the model's own forward pass, one answer at a time.
-        # It also compares FastPolicy, `policy` and `reference` with Policy. (A teacher is compared
-        # with its own forward pass.) The run ends here if a mean difference exceeds 0.001 nats per
-        # token, or 0.2 if not in float32.
+        # It also compares FastPolicy, `policy` and the reference of a KL penalty with Policy, and a
+        # teacher with its own forward pass. The run ends here if a mean difference exceeds 0.001
+        # nats per token, or 0.2 if not in float32.
         check_model(Policy(sampler, config), policy, reference, generate_plain, any_prompt,
                     stop_ids[0], config)
         restored = folder.restore(model, optimizer)  # step, best and last_evaluation
@@ -754,10 +755,10 @@ def teacher_advantages(log_probs: torch.Tensor, batch: list[Trajectory]) -> torc
 
         log-probability of the teacher - log-probability of the student
 
-    so a token that the teacher likes better becomes more likely. Rewards are logged, and teach
-    nothing. On average a step lowers the sum over tokens of KL(student || teacher), with everything
-    before each token held fixed. It's the penalty of `kl_in_reward` with beta 1, and with the
-    teacher as the reference."""
+    so a token that the teacher likes better than the student does becomes more likely. Rewards are
+    logged, and teach nothing. On average a step lowers KL(student || teacher) at each token, given
+    everything before it. It's the penalty of `kl_in_reward` with beta 1 and with the teacher as the
+    reference."""
     teacher_log_probs = torch.cat([answer.reference_log_probs for answer in batch])
     return (teacher_log_probs - log_probs).detach()
 

@@ -17,6 +17,7 @@ from conftest import (
     TEMPERATURE,
     L,
     as_numbers,
+    as_sampled_from,
     digest,
     make_config,
     make_model,
@@ -70,7 +71,7 @@ def test_only_the_adapters_learn_and_the_kl_term_measures_from_the_model_without
         training__tokens_per_micro_batch=60, model__gradient_checkpointing=True)
     model = model.double()
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).double().eval()
-    trajectories = make_trajectories(QUESTIONS * GROUP)
+    trajectories = as_sampled_from(model, make_trajectories(QUESTIONS * GROUP))
     reference = as_numbers(plain_logprobs(base, trajectories, TEMPERATURE))
     plain_loss(model, trajectories, QUESTIONS * GROUP, L, TEMPERATURE, beta=0.5,
                reference=reference).backward()
