@@ -78,8 +78,8 @@ for run in (STANDARD_DEVIATION, PUBLISHED, MEAN, SIL):
     RUNS[f"{ANSWER_PAYS}, {run}"] = RUNS[run] | NO_FORMAT
 RUNS |= {
     MASKED: {"training.mask_truncated": "true"},
-    "only positive advantages": {PROGRAM: ["bench/mistakes.py", "rewarded"]},
-    "only negative advantages": {PROGRAM: ["bench/mistakes.py", "punished"]},
+    "only positive advantages": {PROGRAM: ["bench/changed.py", "mistakes/rewarded"]},
+    "only negative advantages": {PROGRAM: ["bench/changed.py", "mistakes/punished"]},
     "four updates": FOUR_UPDATES,
     "four updates, clipped": FOUR_UPDATES | {"training.clip": "[0.2,0.2]"},
     "KL 0.02 in the reward": {"training.kl_beta": 0.02},
@@ -92,7 +92,7 @@ RUNS |= {
     DISTILLED: DISTILL,
     f"{DISTILLED}, groups of one": DISTILL | {QUESTIONS: 128, GROUP: "[1,1]"},
     f"{DISTILLED}, three times the learning rate": DISTILL | {"training.learning_rate": "1.5e-4"},
-    TEACHERS_ANSWERS: DISTILL | {PROGRAM: ["bench/mistakes.py", "teachers-answers"]},
+    TEACHERS_ANSWERS: DISTILL | {PROGRAM: ["bench/changed.py", "mistakes/teachers-answers"]},
     "only the format pays": ON_TINY | {"task.reward_weights": "{answer: 0.0, format: 1.0}"},
 }
 

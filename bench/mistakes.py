@@ -1,9 +1,7 @@
-"""What mistakes cost: main.py with one of the mistakes of bench/mistakes.diff.
+"""What mistakes cost. Each is a diff of main.py in changes/mistakes/.
 
-    .venv/bin/python bench/mistakes.py
-        lists the mistakes
-    .venv/bin/python bench/mistakes.py no-mean --config recipes/lab.yaml
-        trains with a mistake. With past-the-checks behind its name, no check refuses it
+    .venv/bin/python bench/changed.py mistakes/no-mean --config recipes/lab.yaml
+        trains with a mistake. With mistakes/past-the-checks behind it, no check refuses it
     .venv/bin/python bench/mistakes.py --guess
         trains the lab model with one that it does not name, and tells at the end which it was
     .venv/bin/python bench/mistakes.py --table
@@ -12,30 +10,31 @@
         measures them, in hours (all that are missing in the file, if you name none)"""
 
 import argparse
+import contextlib
 import json
-import linecache
 import os
 import random
-import re
 import subprocess
 import sys
 import textwrap
-import types
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import changed
+
 ROOT = Path(__file__).resolve().parent.parent
 QUESTIONS = 16  # in a step, of all ranks
 LAB = ["--config", "recipes/lab.yaml", f"training.num_samples_per_step={QUESTIONS}"]
-PAST_THE_CHECKS = "past-the-checks"
+PREFIX = "mistakes/"
+PAST_THE_CHECKS = PREFIX + "past-the-checks"
 
 
 @dataclass(frozen=True)
 class Mistake:
     facts: dict[str, str]
-    hunks: list[tuple[str, str]]  # what stands in main.py, and what takes its place
+    has_code: bool  # Without, it's a setting.
 
     @property
     def keys(self) -> list[str]:
@@ -46,76 +45,44 @@ class Mistake:
         return int(self.facts.get("ranks", 1))
 
 
-def read_mistakes() -> dict[str, Mistake]:
-    mistakes = {}
-    for section in (ROOT / "bench" / "mistakes.diff").read_text().split("\n=== ")[1:]:
-        head, *hunks = re.split(r"^@@.*\n", section, flags=re.MULTILINE)
-        name, *lines = head.strip().splitlines()
-        facts = dict(line.split(": ", 1) for line in lines)
-        changes = [(side_of(hunk, "-"), side_of(hunk, "+")) for hunk in hunks]
-        mistakes[name] = Mistake(facts, changes)
-    return mistakes
-
-
-def side_of(hunk: str, sign: str) -> str:
-    """Returns the lines before (-) or after (+), with those that both have."""
-    lines = hunk.splitlines(keepends=True)
-    return "".join(line[1:] for line in lines if line[0] in (" ", sign))
-
-
-MISTAKES = read_mistakes()
+MISTAKES = {"default": Mistake({"fault": "none"}, has_code=False)}
+for path in sorted((changed.CHANGES / PREFIX).glob("*.diff")):
+    MISTAKES[path.stem] = Mistake(changed.facts_of(path), has_code=bool(changed.read(path)[1]))
 MEASURED = [name for name, mistake in MISTAKES.items() if "expected" in mistake.facts]
 COMPARED = ["std", "hot"]  # They are no mistakes.
 
 
-def main_with(*names: str) -> types.ModuleType:
-    """Returns main.py with these mistakes, as the module `main`."""
-    source = (ROOT / "main.py").read_text()
-    for name in names:
-        for before, after in MISTAKES[name].hunks:
-            assert source.count(before) == 1, f"main.py has not once: {before}"
-            source = source.replace(before, after)
-    sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
-    module = types.ModuleType("main")
-    module.__file__ = str(ROOT / "main.py")
-    sys.modules["main"] = module
-    # `inspect` and tracebacks then show these lines, and not those of the file on the disk.
-    file = f"<main.py with {', '.join(names)}>"
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    exec(compile(source, file, "exec"), module.__dict__)  # noqa: S102
-    return module
+def tree_past_the_checks(name: str) -> contextlib.AbstractContextManager[Path]:
+    """Makes a folder with the mistake, in which no check ends the run."""
+    mistake = [] if name == "default" else [PREFIX + name]
+    return changed.tree_with([*mistake, PAST_THE_CHECKS])
+
+
+def import_main(tree: str) -> Any:
+    """Imports main.py of this folder, here and for everything that is imported later."""
+    sys.path.insert(0, tree)
+    import main
+    return main
 
 
 # ---------------------------------------------------------------- to play with
 
-def train_with(name: str, words: list[str]) -> None:
-    ranks = MISTAKES[name].ranks
-    if int(os.environ.get("WORLD_SIZE", "1")) < ranks:
-        sys.exit(f"{name} shows on {ranks} ranks: use torchrun --nproc-per-node={ranks}")
-    main = main_with(name, *[word for word in words if word == PAST_THE_CHECKS])
-    keys = [word for word in words if word != PAST_THE_CHECKS]
-    sys.argv[1:] = [f"run.name={name}", *keys, *MISTAKES[name].keys]
-    main.launch(main.main)
-
-
-def guess(arguments: list[str]) -> None:
+def guess(arguments: list[str]) -> int:
     """Trains with a mistake that costs something, or with none, and without the telling checks."""
     hidden = ["default"]
     for row in rows_of(json.loads(DATA.read_text())):
         mistake = MISTAKES[row.name]
         # Without a line of code it would stand in config.yaml. Some show on several ranks alone.
-        if row.costs in COLOURS and mistake.hunks and mistake.ranks == 1:
+        if row.costs in COLOURS and mistake.has_code and mistake.ranks == 1:
             hidden.append(row.name)
     name = random.choice(hidden)
-    main = main_with(name, PAST_THE_CHECKS)
     folder = f"guess-{random.randrange(10**6)}"  # Its name may not tell which mistake it was.
-    sys.argv[1:] = [*LAB, f"run.name={folder}", *arguments, *MISTAKES[name].keys]
-
-    def main_and_answer(words: list[str]) -> None:
-        main.main(words)
+    keys = [*LAB, f"run.name={folder}", *arguments, *MISTAKES[name].keys]
+    with tree_past_the_checks(name) as tree:
+        code = changed.call([sys.executable, str(tree / "main.py"), *keys])
+    if code == 0:
         print(f"It was {name}, {MISTAKES[name].facts['fault']}, of {', '.join(sorted(hidden))}.")
-
-    main.launch(main_and_answer)
+    return code
 
 
 # ---------------------------------------------------------------- a run
@@ -130,10 +97,10 @@ WAY_OF = {"hot-loss": 0, "hot": 0, "warm-loss": 1, "top-k": 2}
 AS_DEFAULT = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
 
 
-def run_measured(name: str, arguments: list[str]) -> None:
+def run_measured(tree: str, name: str, arguments: list[str]) -> None:
     """Trains, and evaluates as the default samples. In the end it evaluates as this one samples,
     too, which is written down as if it were the step after the last."""
-    main = main_with(name, PAST_THE_CHECKS)
+    main = import_main(tree)
     plain_evaluate, plain_train = main.evaluate, main.train
 
     def evaluate_with(run, settings: dict):
@@ -158,8 +125,8 @@ def run_measured(name: str, arguments: list[str]) -> None:
 
 # ---------------------------------------------------------------- its gradient
 
-def write_gradients(name: str, path: str, arguments: list[str]) -> None:
-    main_with(name, PAST_THE_CHECKS)
+def write_gradients(tree: str, name: str, path: str, arguments: list[str]) -> None:
+    import_main(tree)
     import gradients
     import harness
 
@@ -183,25 +150,17 @@ MODELS = {BEFORE: ROOT / "tiny" / "lab" / "model", AFTER: RUNS / "lab-20" / "bes
 NO_GRADIENT = ("stale", "staler", "slow", "bfloat16-slow", "forgetful", "hot")
 
 
-def command_of(name: str, *words: str) -> list[str]:
-    """Returns how Python runs this file with these words, on as many ranks as the mistake needs."""
-    command = ["bench/mistakes.py", *words]
-    ranks = MISTAKES[name].ranks
-    if ranks > 1:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command = [*torchrun, *command]
-    return command
-
-
 def record_of(name: str, seed: int) -> dict:
     """Returns what docs/mistakes.json holds of a run."""
     import experiments
 
-    experiments.RUNS[name] = {
-        experiments.PROGRAM: command_of(name, "--run", name),
-        experiments.QUESTIONS: QUESTIONS // MISTAKES[name].ranks,
-    }
-    record = experiments.record_of(name, seed, OPTIONS)
+    ranks = MISTAKES[name].ranks
+    with tree_past_the_checks(name) as tree:
+        words = ["bench/mistakes.py", "--run", str(tree), name]
+        _, *program = changed.command_with(ranks, words)
+        experiments.RUNS[name] = {experiments.PROGRAM: program,
+                                  experiments.QUESTIONS: QUESTIONS // ranks}
+        record = experiments.record_of(name, seed, OPTIONS)
     curve = record["curve"]
     record["curve"] = [entry for entry in curve if entry["step"] <= STEPS]
     record["as sampled"] = [entry["solved"] for entry in curve if entry["step"] > STEPS]
@@ -221,15 +180,18 @@ def sketches_of(name: str, model: str):
 
     path = RUNS / f"{name} {model}.pt"
     if not path.exists():
+        ranks = MISTAKES[name].ranks
         keys = [f"model.name={json.dumps(str(MODELS[model]))}",
-                f"training.num_samples_per_step={QUESTIONS // MISTAKES[name].ranks}"]
-        run_python(command_of(name, "--gradients", name, str(path), *LAB, *keys))
+                f"training.num_samples_per_step={QUESTIONS // ranks}"]
+        with tree_past_the_checks(name) as tree:
+            words = ["bench/mistakes.py", "--gradients", str(tree), name, str(path), *LAB, *keys]
+            run_python(changed.command_with(ranks, words))
     return torch.load(path)
 
 
 def run_python(words: list[str]) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, check=True,
+    subprocess.run(words, cwd=ROOT, env=environment, check=True,
                    stdout=subprocess.DEVNULL)
 
 
@@ -238,7 +200,7 @@ def measure_missing(names: list[str]) -> None:
 
     RUNS.mkdir(parents=True, exist_ok=True)
     if not (RUNS / "lab-20" / "summary.json").exists():
-        run_python(["main.py", *LAB, "training.max_steps=20", "run.name=lab-20",
+        run_python([sys.executable, "main.py", *LAB, "training.max_steps=20", "run.name=lab-20",
                     "run.dir=runs/mistakes"])
     names = ["default", *(names or [*MEASURED, *COMPARED])]
     gradients = {}
@@ -370,16 +332,14 @@ def draw(rows: list[Row], known: dict, path: Path) -> None:
 
 # ---------------------------------------------------------------- the command
 
-def command(words: list[str]) -> None:
+def command(words: list[str]) -> int:
     first, rest = (words[0], words[1:]) if words else ("", [])
-    if first in MISTAKES:
-        train_with(first, rest)
-    elif first == "--guess":
-        guess(rest)
-    elif first == "--run":
-        run_measured(rest[0], rest[1:])
+    if first == "--guess":
+        return guess(rest)
+    if first == "--run":
+        run_measured(*rest[:2], rest[2:])
     elif first == "--gradients":
-        write_gradients(*rest[:2], rest[2:])
+        write_gradients(*rest[:3], rest[3:])
     elif first == "--measure":
         measure_missing(rest)
     elif first == "--table":
@@ -390,9 +350,9 @@ def command(words: list[str]) -> None:
         draw(rows, known, DATA.with_suffix(".png"))
     else:
         print(__doc__)
-        for name, mistake in MISTAKES.items():
-            print(f"{name:<16} {mistake.facts['fault']}")
+        return bool(words)
+    return 0
 
 
 if __name__ == "__main__":
-    command(sys.argv[1:])
+    sys.exit(command(sys.argv[1:]))

@@ -10,7 +10,6 @@ from copy import copy
 from datetime import date
 from decimal import Decimal
 
-import mistakes
 import numpy
 import pytest
 from conftest import SMALL, make_config, read_jsonl, run_without_curves, start
@@ -93,17 +92,6 @@ def test_code_is_what_runs_also_under_another_name(tmp_path, monkeypatch):
     mine.write_text("x = 1\n")  # Edited while the imports take their time.
 
     assert code_of(module.main, make_config()).texts[MAIN] == text
-
-
-@pytest.mark.house
-def test_a_mistake_of_the_bench_is_measured_as_the_code_that_it_runs(monkeypatch):
-    monkeypatch.setitem(sys.modules, "main", main)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    module = mistakes.main_with("no-mean")
-
-    text = code_of(module.main, make_config()).texts[MAIN]
-
-    assert digest_of({MAIN: text}) != digest_of({MAIN: (ROOT / "main.py").read_text()})
 
 
 # ---------------------------------------------------------------- edited code

@@ -16,7 +16,7 @@ from conftest import (
     make_trajectories,
     sample,
 )
-from processes import ranks
+from processes import ROOT, ranks
 
 import main
 from machinery import fast, prompts, sampling
@@ -103,13 +103,13 @@ FEW = ["training.max_steps=1", "training.num_samples_per_step=2", "data.num_vali
 
 @pytest.mark.parametrize("command", [
     ["step.py", "--steps", "1", "--endless", "--shape", "small", *FEW],
-    pytest.param(["mistakes.py", "--gradients", "no-mean", "{}/sketches", *FEW],
+    pytest.param(["mistakes.py", "--gradients", str(ROOT), "no-mean", "{}/sketches", *FEW],
                  marks=pytest.mark.soak),
     pytest.param(["experiments.py", "--run", "divided by the mean (MaxRL)", "--run",
                   "Dr. GRPO, G = 8", "--seeds", "1", "--out", "{}", "--data", "{}/data.json",
                   "--picture", "{}/picture.png", *FEW],
                  marks=pytest.mark.soak),
-    pytest.param(["mistakes.py", "punished", "run.dir={}", *FEW], marks=pytest.mark.soak),
+    pytest.param(["changed.py", "mistakes/punished", "run.dir={}", *FEW], marks=pytest.mark.soak),
     pytest.param(["speedrun.py", "--seeds", "1", "--target", "1.0", *FEW],
                  marks=pytest.mark.soak),
 ], ids=lambda command: command[0])

@@ -1,0 +1,148 @@
+"""main.py with changes of changes/, while the file itself stays as it is.
+
+    .venv/bin/python bench/changed.py
+        lists all changes and mistakes
+    .venv/bin/python bench/changed.py rloo --config recipes/lab.yaml
+        trains with a change, or with several, as `git apply` and main.py would
+    .venv/bin/python bench/changed.py --again
+        makes all diffs again after an edit of main.py, and says which of them need a person"""
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CHANGES = ROOT / "changes"
+FIRST_LINE = "diff --git "
+# So that nobody's own settings of git change how a diff is written.
+PLAIN = ["-c", "core.abbrev=12", "-c", "diff.noprefix=false", "-c", "diff.mnemonicPrefix=false"]
+
+
+def all_changes() -> dict[str, Path]:
+    """Returns {name: file}. Mistakes come last, and are called mistakes/NAME."""
+    paths = [*sorted(CHANGES.glob("*.diff")), *sorted(CHANGES.glob("mistakes/*.diff"))]
+    return {str(path.relative_to(CHANGES).with_suffix("")): path for path in paths}
+
+
+def read(path: Path) -> tuple[str, str]:
+    """Returns what the file says, and its diff, which is empty where only keys are set."""
+    head, mark, diff = path.read_text().partition(FIRST_LINE)
+    return head, mark + diff
+
+
+def facts_of(path: Path) -> dict[str, str]:
+    """Returns what the head says in lines like `keys: model.fast=false`."""
+    head, _ = read(path)
+    lines = head.replace("\n         ", " ").splitlines()  # A long fact goes on below.
+    facts = dict(line.split(": ", 1) for line in lines if ": " in line)
+    return {name: fact.strip() for name, fact in facts.items()}
+
+
+@contextlib.contextmanager
+def tree_with(names: list[str]) -> Iterator[Path]:
+    """Makes a folder that has everything that is here, but main.py with these changes. All else
+    are links, so runs and models are where they were."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder)
+        for path in ROOT.iterdir():
+            (tree / path.name).symlink_to(path)
+        (tree / "main.py").unlink()
+        shutil.copy(ROOT / "main.py", tree)
+        for name in names:
+            _, diff = read(all_changes()[name])
+            if diff:
+                # Without a repository around it, git takes the paths as they are.
+                outside = os.environ | {"GIT_DIR": str(tree / "none")}
+                subprocess.run(["git", "apply"], input=diff, text=True, cwd=tree, env=outside,
+                               check=True)
+        yield tree
+
+
+def command_with(ranks: int, words: list[str]) -> list[str]:
+    """Returns the command that has Python run this on as many ranks."""
+    if ranks == 1:
+        return [sys.executable, *words]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone",
+            f"--nproc-per-node={ranks}", *words]
+
+
+def train_with(names: list[str], keys: list[str]) -> int:
+    """Trains, and returns the exit code."""
+    facts = [facts_of(all_changes()[name]) for name in names]
+    ranks = max(int(each.get("ranks", 1)) for each in facts)
+    keys = [f"run.name={Path(names[-1]).name}", *keys]
+    for each in facts:
+        keys += each.get("keys", "").split()
+    with tree_with(names) as tree:
+        return call(command_with(ranks, [str(tree / "main.py"), *keys]))
+
+
+def call(command: list[str]) -> int:
+    """Returns the exit code. Ctrl-C reaches the command too, which then ends by itself."""
+    with subprocess.Popen(command) as process:
+        while True:
+            with contextlib.suppress(KeyboardInterrupt):
+                return process.wait()
+
+
+# ---------------------------------------------------------------- after an edit of main.py
+
+def make_again() -> list[str]:
+    """Makes each diff again for the files as they are now. Returns the names of those that only a
+    person can make."""
+    failed = []
+    with tempfile.TemporaryDirectory() as folder:
+        def git(*words: str, stdin: str = "") -> subprocess.CompletedProcess:
+            return subprocess.run(["git", *PLAIN, *words], cwd=folder, input=stdin, text=True,
+                                  capture_output=True, check=False)
+
+        # The clone has all versions of main.py, so git can merge three ways.
+        git("clone", "--quiet", "--shared", str(ROOT), ".")
+        shutil.copy(ROOT / "main.py", folder)
+        git("-c", "user.name=-", "-c", "user.email=-", "commit", "--quiet", "-am", "now")
+        for name, path in all_changes().items():
+            head, diff = read(path)
+            if not diff:
+                continue
+            for way in ("--3way", "-C1"):  # The second asks for one line of context around it.
+                is_applied = git("apply", way, stdin=diff).returncode == 0
+                made = git("diff", "--no-ext-diff", "--no-color", "HEAD").stdout
+                git("reset", "--hard", "--quiet")
+                if is_applied and changed_lines(made) == changed_lines(diff):
+                    path.write_text(head + made)
+                    break
+            else:
+                failed.append(name)
+    return failed
+
+
+def changed_lines(diff: str) -> list[str]:
+    """Returns the lines that a diff adds and takes out."""
+    return [line for line in diff.splitlines() if re.match(r"[+-](?!\+\+|--)", line)]
+
+
+def command(words: list[str]) -> int:
+    if words == ["--again"]:
+        failed = make_again()
+        for name in failed:
+            print(f"{all_changes()[name].relative_to(ROOT)} needs a person")
+        print(f"{len(all_changes()) - len(failed)} are as main.py is now, {len(failed)} are not")
+        return bool(failed)
+    names = [word for word in words if word in all_changes()]
+    if names:
+        return train_with(names, [word for word in words if word not in names])
+    print(__doc__)
+    for name, path in all_changes().items():
+        title = facts_of(path).get("fault") or path.read_text().splitlines()[0]
+        print(f"{name:<30} {title}")
+    return bool(words)
+
+
+if __name__ == "__main__":
+    sys.exit(command(sys.argv[1:]))
