@@ -165,7 +165,8 @@ class Logger:
         self._keep(step, metrics)
         print(step_line(step, metrics))
         if step == 1:
-            for line in look_at_first_step(metrics, self.config):
+            before = self._evaluations()[0]
+            for line in look_at_first_step({**before, **metrics}, self.config):
                 print(wrap(line, "  "))
         if time.monotonic() - self.last_drawing > SECONDS_BETWEEN_DRAWINGS:
             self._draw_curves()

@@ -93,10 +93,10 @@ def call(command: list[str]) -> int:
 
 # ---------------------------------------------------------------- after an edit of main.py
 
-def make_again() -> list[str]:
-    """Makes each diff again for the files as they are now. Returns the names of those that only a
-    person can make."""
-    failed = []
+def make_again() -> dict[str, str]:
+    """Makes each diff again for main.py as it is now. Returns {name: what is left for a
+    person}."""
+    to_do = {}
     with tempfile.TemporaryDirectory() as folder:
         def git(*words: str, stdin: str = "") -> subprocess.CompletedProcess:
             return subprocess.run(["git", *PLAIN, *words], cwd=folder, input=stdin, text=True,
@@ -110,16 +110,18 @@ def make_again() -> list[str]:
             head, diff = read(path)
             if not diff:
                 continue
-            for way in ("--3way", "-C1"):  # The second asks for one line of context around it.
+            for way in ("--3way", "-C0"):  # The second asks for no context, if there is none.
                 is_applied = git("apply", way, stdin=diff).returncode == 0
                 made = git("diff", "--no-ext-diff", "--no-color", "HEAD").stdout
                 git("reset", "--hard", "--quiet")
                 if is_applied and changed_lines(made) == changed_lines(diff):
                     path.write_text(head + made)
+                    if way == "-C0":
+                        to_do[name] = "is made again, but look whether it's in its place"
                     break
             else:
-                failed.append(name)
-    return failed
+                to_do[name] = "needs a person"
+    return to_do
 
 
 def changed_lines(diff: str) -> list[str]:
@@ -129,11 +131,11 @@ def changed_lines(diff: str) -> list[str]:
 
 def command(words: list[str]) -> int:
     if words == ["--again"]:
-        failed = make_again()
-        for name in failed:
-            print(f"{all_changes()[name].relative_to(ROOT)} needs a person")
-        print(f"{len(all_changes()) - len(failed)} are as main.py is now, {len(failed)} are not")
-        return bool(failed)
+        to_do = make_again()
+        for name, this in to_do.items():
+            print(f"{all_changes()[name].relative_to(ROOT)} {this}")
+        print(f"{len(all_changes()) - len(to_do)} diffs fit main.py as it is now")
+        return bool("needs a person" in to_do.values())
     names = [word for word in words if word in all_changes()]
     if names:
         return train_with(names, [word for word in words if word not in names])

@@ -333,7 +333,8 @@ def solved_by_kind(groups: list[list], solved: list[float]) -> dict[str, float]:
 # A bad sign begins with an exclamation mark, and names the keys to look at.
 
 def look_at_first_step(metrics: dict[str, float | None], config: Config) -> list[str]:
-    """Returns the lines under the first step: what was measured, and what is off."""
+    """Returns the lines under the first step: what was measured, and what is off. `metrics` are
+    those of the step, and those of the evaluation before it."""
     # All comparisons with nan are false, so that a missing number is no sign of anything.
     numbers = {name: math.nan if value is None else value for name, value in metrics.items()}
     signs = signs_of_sampling(numbers, config)
@@ -364,7 +365,7 @@ def measured(numbers: dict[str, float], config: Config) -> list[str]:
             "KL(student || teacher) is {kl:.2g} nats a token in the mean. {teacher_lower:.0%} of "
             "the tokens have a lower probability with the teacher than with the student")
     if not numbers["learned"]:
-        change = "there was nothing to learn from, so no log p has changed"
+        change = "this step had nothing to learn from, so no log p has changed"
         numbers = {"kl": math.nan, "teacher_lower": math.nan, **numbers}
     sampler = (
         "on a sampled token, sampler and policy differ by {sampler_gap:.1g} nats in the mean, and "
@@ -387,15 +388,18 @@ def signs_of_sampling(numbers: dict[str, float], config: Config) -> list[str]:
 
 
 def signs_of_groups(numbers: dict[str, float]) -> list[str]:
+    # The evaluation before has asked many more questions. If it solved some, the step had bad luck.
+    some_solved = numbers["eval/solved"] >= 0.01
+    some_signal = numbers["eval/best_of_n"] - numbers["eval/solved"] >= 0.01
     signs = [
-        (numbers["groups_none_solved"] >= MOST_GROUPS, (
+        (numbers["groups_none_solved"] >= MOST_GROUPS and not some_solved, (
             "! hardly any question was solved by any answer. If that lasts, they are too hard: use "
             "easier ones with data.dataset, a better model with model.name, or more answers with "
             "training.k_best_of_n")),
         (numbers["groups_all_solved"] >= MOST_GROUPS, (
             "! nearly every question was solved by all answers. If that lasts, they are too easy: "
             "use harder ones with data.dataset")),
-        (numbers["groups_without_signal"] >= MOST_GROUPS, (
+        (numbers["groups_without_signal"] >= MOST_GROUPS and not some_signal, (
             "! nearly all groups have equal rewards, which teach grpo nothing, whatever the "
             "learning rate. If that lasts, see task.reward_weights, training.k_best_of_n and "
             "data.dataset")),
@@ -411,7 +415,7 @@ def signs_of_rewards(numbers: dict[str, float]) -> list[str]:
             "reward now: does each answer have the reward that the task gives it? See score. If "
             "your code changes rewards, it may be meant".format(**numbers))
     for name, mean in numbers.items():
-        if name.startswith("reward/") and mean == 0:
+        if name.startswith("reward/") and mean == numbers[f"eval/{name}"] == 0:
             signs.append(
                 f"! {name} is 0 on average: if it is 0 for every answer, see the task's "
                 "reward_function, task.reward_weights, sampling.temperature, and whether "

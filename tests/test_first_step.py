@@ -223,7 +223,9 @@ HEALTHY = {
     "grad_norm": 0.5, "moved": 0.4, "change_rewarded": 0.004, "change_punished": -0.004,
     "change_size": 0.005,
     "change_not_finite": 0.0, "change_as_meant": 0.8, "graded_wrongly": 0.0,
-    "sampler_gap": 1e-6, "sampler_gap_max": 1e-5}
+    "sampler_gap": 1e-6, "sampler_gap_max": 1e-5,
+    # The evaluation before solved nothing, so it excuses nothing.
+    "eval/solved": 0.0, "eval/best_of_n": 0.0, "eval/reward/answer": 0.0, "eval/reward/format": 0.9}
 JUST = 1e-9
 NOTHING_OFF = "nothing is off"
 
@@ -259,6 +261,16 @@ def test_each_sign_begins_where_it_should_and_names_real_settings(
     [sign] = bad_signs(bad)
     assert says in sign and NOTHING_OFF not in bad
     assert set(re.findall(r"[a-z]+\.[a-z_]+", sign)) <= set(KEYS)
+
+
+def test_a_step_of_bad_luck_is_no_sign_if_the_evaluation_before_it_had_solved_something():
+    bad_luck = {"groups_none_solved": 1.0, "groups_without_signal": 1.0, "reward/answer": 0.0}
+    assert len(bad_signs(look(**bad_luck))) == 3
+    solved = {"eval/solved": 0.01, "eval/best_of_n": 0.02, "eval/reward/answer": 0.01}
+    assert bad_signs(look(**bad_luck, **solved)) == []
+    # Whoever solves everything has solved something, but without a signal.
+    assert len(bad_signs(look(groups_without_signal=1.0, **{
+        "eval/solved": 1.0, "eval/best_of_n": 1.0}))) == 1
 
 
 def test_small_changes_are_named_and_changes_that_cancel_are_not():
