@@ -95,6 +95,8 @@ RUNS |= {
     TEACHERS_ANSWERS: DISTILL | {PROGRAM: ["bench/changed.py", "mistakes/teachers-answers"]},
     "only the format pays": ON_TINY | {"task.reward_weights": "{answer: 0.0, format: 1.0}"},
 }
+CHANGES = sorted(path.stem for path in (ROOT / "changes").glob("*.diff"))
+RUNS |= {name: {PROGRAM: ["bench/changed.py", name]} for name in CHANGES}
 
 # ---------------------------------------------------------------- claims
 
