@@ -18,7 +18,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Self
@@ -121,6 +121,20 @@ class Logger:
             accepted = f" run.code={self.folder.code_digest}" if names else ""
             print(f"{how_to_continue} run.name={path.name}{accepted}")
 
+    def _tell_of_same_gradient(self, grad_norm: float | None) -> None:
+        """Says if different code has had the same gradient in step 1. Then an edit may be without
+        any effect, like a term of the loss that has no gradient."""
+        relative = self.folder.newest_relative()
+        if grad_norm is None or relative is None:
+            return
+        path, _, names = relative
+        with suppress(OSError, ValueError):  # That run may be writing just now.
+            lines = (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+            firsts = [entry for entry in map(json.loads, lines) if entry["step"] == 1]
+            if names and grad_norm in [entry.get("grad_norm") for entry in firsts]:
+                print(wrap(f"the gradient has the same length, to the last digit, as in {path}: "
+                           "the edited code has learned the same so far", "  "))
+
     # ------------------------------------------------------------ while it runs
 
     @contextmanager
@@ -168,6 +182,7 @@ class Logger:
             before = self._evaluations()[0]
             for line in look_at_first_step({**before, **metrics}, self.config):
                 print(wrap(line, "  "))
+            self._tell_of_same_gradient(metrics["grad_norm"])
         if time.monotonic() - self.last_drawing > SECONDS_BETWEEN_DRAWINGS:
             self._draw_curves()
 

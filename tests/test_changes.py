@@ -136,7 +136,8 @@ def run_changed(name: str, folder: str, *arguments: str):
 @pytest.mark.parametrize("name", CHANGES)
 def test_two_steps_on_two_ranks_with_a_change_and_nothing_false_is_said(name, tmp_path):
     result = ranks(2, run_changed, name, str(tmp_path), "run.name=a", "training.max_steps=2",
-                   "validation.every=2", "data.num_validation=8", "data.max_rows=400")
+                   "training.num_samples_per_step=4", "training.seed=3", "validation.best_of_n=2",
+                   "data.num_validation=4", "data.max_rows=2000")
 
     assert result.returncode == 0, result.stderr
     said = result.stdout

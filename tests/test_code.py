@@ -132,6 +132,25 @@ def test_the_same_command_with_edited_code_is_a_new_run_that_names_the_old_one(
     assert EDIT in (new / MAIN).read_text()
 
 
+def test_an_edit_that_leaves_the_gradient_as_it_was_is_said_in_step_1(
+        tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    command = [*SMALL, ONE_STEP, "training.seed=3", "training.max_new_gen_tokens=80",
+               "training.num_samples_per_step=4", "training.k_best_of_n=[8,8]", f"run.dir={tmp_path}"]
+    same = f"the gradient has the same length, to the last digit, as in {tmp_path / 'a'}:"
+    assert start(command) == 0
+    assert same not in say(capsys)
+    for code, is_said in ((edited("# Why?\n"), False), (edited(EDIT), True)):
+        monkeypatch.setattr(main, "code_of", code)
+        assert start([*command, "run.name=b"]) == 0
+        assert (same in say(capsys)) == is_said
+        shutil.rmtree(tmp_path / "b")
+    metrics = tmp_path / "a" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"grad_norm": ', '"grad_norm": 1'))
+    assert start([*command, "run.name=b"]) == 0
+    assert same not in say(capsys)
+
+
 @pytest.mark.parametrize(("name", "path"), [
     (MAIN, ROOT / "main.py"), (TASK, ROOT / "countdown.py")])
 def test_a_named_run_that_other_code_has_made_continues_only_with_the_code_that_is_accepted(
