@@ -97,6 +97,8 @@ RUNS |= {
 }
 CHANGES = sorted(path.stem for path in (ROOT / "changes").glob("*.diff"))
 RUNS |= {name: {PROGRAM: ["bench/changed.py", name]} for name in CHANGES}
+TWO_TURNS = "tiny model, two turns"
+RUNS[TWO_TURNS] = ON_TINY | RUNS["two-turns"]
 
 # ---------------------------------------------------------------- claims
 
@@ -383,6 +385,7 @@ PANELS = {
     "One half of the advantages": [
         DEFAULT, "only positive advantages", "only negative advantages"],
     "Four updates, twice the learning rate": [DEFAULT, "four updates, clipped", "four updates"],
+    "One change: a second turn after a wrong answer": [TINY, TWO_TURNS],
     "The tiny model (up to 1.0, and 100 steps)": [
         TINY, "shuffled rewards", "a hundred times the learning rate"],
 }
