@@ -108,10 +108,10 @@ class Logger:
         """Says which other run has the same settings, and how to compare both or to continue that
         one. After an update of the trainer, a job that starts once more would otherwise begin at
         step 0 unnoticed."""
-        relative = self.folder.newest_relative()
-        if relative is None:
+        relatives = self.folder.relatives()
+        if not relatives:
             return
-        path, step, names = relative
+        path, step, names = relatives[0]
         code = f"a different {' and '.join(names)}" if names else "the same code"
         print(wrap(f"{path}, at step {step}, has the same settings and {code}. To compare "
                    "both (one seed each):"))
@@ -122,18 +122,16 @@ class Logger:
             print(f"{how_to_continue} run.name={path.name}{accepted}")
 
     def _tell_of_same_gradient(self, grad_norm: float | None) -> None:
-        """Says if different code has had the same gradient in step 1. Then an edit may be without
-        any effect, like a term of the loss that has no gradient."""
-        relative = self.folder.newest_relative()
-        if grad_norm is None or relative is None:
-            return
-        path, _, names = relative
-        with suppress(OSError, ValueError):  # That run may be writing just now.
-            lines = (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-            firsts = [entry for entry in map(json.loads, lines) if entry["step"] == 1]
-            if names and grad_norm in [entry.get("grad_norm") for entry in firsts]:
-                print(wrap(f"the gradient has the same length, to the last digit, as in {path}: "
-                           "the edited code has learned the same so far", "  "))
+        """Names a run of different code whose step 1 had the same gradient. Then an edit may be
+        without any effect, like a term of the loss that has no gradient."""
+        for path, _, names in self.folder.relatives():
+            with suppress(OSError, ValueError):  # That run may be writing just now.
+                lines = (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+                firsts = [entry for entry in map(json.loads, lines) if entry["step"] == 1]
+                if names and grad_norm and grad_norm in [each.get("grad_norm") for each in firsts]:
+                    print(wrap(f"grad_norm is exactly that of {path}, so the edit hasn't changed "
+                               "the gradient of step 1", "  "))
+                    return
 
     # ------------------------------------------------------------ while it runs
 

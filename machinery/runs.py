@@ -133,9 +133,9 @@ class RunFolder:
                 f"and {then['validation']:,} held out; now {self.data['training']:,} and "
                 f"{self.data['validation']:,}). To start over, set run.name to another name")
 
-    def newest_relative(self) -> tuple[Path, int, list[str]] | None:
-        """Returns the newest other run with the same settings, the step of its checkpoint, and
-        which files are different there."""
+    def relatives(self) -> list[tuple[Path, int, list[str]]]:
+        """Returns the other runs with the same settings, the newest first: the folder, the step of
+        its checkpoint, and which files are different there."""
         found = []
         for checkpoints in self.path.parent.glob("*/checkpoints"):
             # Its run may be saving just now, or this Python cannot read its code.
@@ -146,10 +146,7 @@ class RunFolder:
                 if is_same and checkpoints.parent != self.path:
                     names = changed_files(state["code"], self.code.texts)
                     found.append((newest.stat().st_mtime, checkpoints.parent, state["step"], names))
-        if not found:
-            return None
-        _, *relative = max(found)
-        return tuple(relative)
+        return [tuple(relative) for _, *relative in sorted(found, reverse=True)]
 
     def seconds(self) -> float:
         """Returns how long this run has taken so far, earlier starts included."""
