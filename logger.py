@@ -10,6 +10,7 @@
 
 import json
 import logging
+import math
 import os
 import re
 import shlex
@@ -128,9 +129,10 @@ class Logger:
             with suppress(OSError, ValueError):  # That run may be writing just now.
                 lines = (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
                 firsts = [entry for entry in map(json.loads, lines) if entry["step"] == 1]
-                if names and grad_norm and grad_norm in [each.get("grad_norm") for each in firsts]:
-                    print(wrap(f"grad_norm is exactly that of {path}, so the edit hasn't changed "
-                               "the gradient of step 1", "  "))
+                others = [entry["grad_norm"] for entry in firsts if entry.get("grad_norm")]
+                if names and any(math.isclose(grad_norm or 0, x, rel_tol=1e-6) for x in others):
+                    print(wrap(f"grad_norm is that of {path} to six digits, so the edit hasn't "
+                               "changed the gradient of step 1", "  "))
                     return
 
     # ------------------------------------------------------------ while it runs
@@ -178,9 +180,9 @@ class Logger:
         print(step_line(step, metrics))
         if step == 1:
             before = self._evaluations()[0]
+            self._tell_of_same_gradient(metrics["grad_norm"])
             for line in look_at_first_step({**before, **metrics}, self.config):
                 print(wrap(line, "  "))
-            self._tell_of_same_gradient(metrics["grad_norm"])
         if time.monotonic() - self.last_drawing > SECONDS_BETWEEN_DRAWINGS:
             self._draw_curves()
 
@@ -362,10 +364,10 @@ def with_interval(metrics: dict[str, float], name: str) -> str:
 
 
 def answer_lines(prompt: str, answer: Any) -> str:
-    """Returns the beginning of a prompt, an answer to it, and its rewards."""
+    """Returns both ends of a prompt, an answer to it, and its rewards."""
     parts = [f"{name} {value:.2f}" for name, value in answer.reward_parts.items()]
     return "\n".join([
-        "  " + textwrap.shorten(visible(prompt), columns() - 2, placeholder=" ..."),
+        "  " + shortened(" ".join(visible(prompt).split()), columns() - 2),
         wrap(shortened(answer.completion.strip(), 600), "    "),
         wrap(f"-> reward {answer.reward:.2f} ({', '.join(parts)})", "    "),
     ])
