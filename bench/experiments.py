@@ -97,8 +97,8 @@ RUNS |= {
 }
 CHANGES = sorted(path.stem for path in (ROOT / "changes").glob("*.diff"))
 RUNS |= {name: {PROGRAM: ["bench/changed.py", name]} for name in CHANGES}
-TWO_TURNS = "tiny model, two turns"
-RUNS[TWO_TURNS] = ON_TINY | RUNS["two-turns"]
+TINY_CHANGED = "weak positives"
+RUNS[TINY_CHANGED] = ON_TINY | RUNS["weak-positives"]
 
 # ---------------------------------------------------------------- claims
 
@@ -385,7 +385,7 @@ PANELS = {
     "One half of the advantages": [
         DEFAULT, "only positive advantages", "only negative advantages"],
     "Four updates, twice the learning rate": [DEFAULT, "four updates, clipped", "four updates"],
-    "One change: a second turn after a wrong answer": [TINY, TWO_TURNS],
+    "One change: right answers weigh a tenth": [TINY, TINY_CHANGED],
     "The tiny model (up to 1.0, and 100 steps)": [
         TINY, "shuffled rewards", "a hundred times the learning rate"],
 }
