@@ -97,7 +97,7 @@ RUNS |= {
 }
 CHANGES = sorted(path.stem for path in (ROOT / "changes").glob("*.diff"))
 RUNS |= {name: {PROGRAM: ["bench/changed.py", name]} for name in CHANGES}
-TINY_CHANGED = "weak positives"
+TINY_CHANGED = "tiny model, weak positives"
 RUNS[TINY_CHANGED] = ON_TINY | RUNS["weak-positives"]
 
 # ---------------------------------------------------------------- claims
