@@ -132,7 +132,7 @@ class Logger:
                 others = [entry["grad_norm"] for entry in firsts if entry.get("grad_norm")]
                 if names and any(math.isclose(grad_norm or 0, x, rel_tol=1e-6) for x in others):
                     print(wrap(f"grad_norm is that of {path} to six digits, so the edit hasn't "
-                               "changed the gradient of step 1", "  "))
+                               "changed the gradient of step 1, or only its sign", "  "))
                     return
 
     # ------------------------------------------------------------ while it runs
@@ -179,7 +179,7 @@ class Logger:
         self._keep(step, metrics)
         print(step_line(step, metrics))
         if step == 1:
-            before = self._evaluations()[0]
+            before = dict(*self._evaluations()[:1])
             self._tell_of_same_gradient(metrics["grad_norm"])
             for line in look_at_first_step({**before, **metrics}, self.config):
                 print(wrap(line, "  "))

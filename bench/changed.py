@@ -11,6 +11,7 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,8 +21,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CHANGES = ROOT / "changes"
 FIRST_LINE = "diff --git "
-# So that nobody's own settings of git change how a diff is written.
-PLAIN = ["-c", "core.abbrev=12", "-c", "diff.noprefix=false", "-c", "diff.mnemonicPrefix=false"]
+# So that nobody's own settings of git change what is written.
+SETTINGS = ["core.abbrev=12", "core.hooksPath=/dev/null", "diff.noprefix=false",
+            "diff.mnemonicPrefix=false", "diff.interHunkContext=0",
+            "diff.suppressBlankEmpty=false", "diff.algorithm=default"]
 
 
 def all_changes() -> dict[str, Path]:
@@ -51,16 +54,18 @@ def tree_with(names: list[str]) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
         for path in ROOT.iterdir():
-            (tree / path.name).symlink_to(path)
-        (tree / "main.py").unlink()
+            if path.name not in ("main.py", "__pycache__"):  # where Python keeps main.py compiled
+                (tree / path.name).symlink_to(path)
         shutil.copy(ROOT / "main.py", tree)
         for name in names:
-            _, diff = read(all_changes()[name])
-            if diff:
-                # Without a repository around it, git takes the paths as they are.
-                outside = os.environ | {"GIT_DIR": str(tree / "none")}
-                subprocess.run(["git", "apply"], input=diff, text=True, cwd=tree, env=outside,
-                               check=True)
+            path = all_changes()[name]
+            _, diff = read(path)
+            # Without a repository around it, git takes the paths as they are.
+            outside = os.environ | {"GIT_DIR": str(tree / "none")}
+            if diff and subprocess.run(["git", "apply"], input=diff, text=True, cwd=tree,
+                                       env=outside, check=False).returncode:
+                sys.exit(f"{path.relative_to(ROOT)} does not fit main.py, or what is applied "
+                         "before it")
         yield tree
 
 
@@ -76,7 +81,7 @@ def train_with(names: list[str], keys: list[str]) -> int:
     """Trains, and returns the exit code."""
     facts = [facts_of(all_changes()[name]) for name in names]
     ranks = max(int(each.get("ranks", 1)) for each in facts)
-    keys = [f"run.name={Path(names[-1]).name}", *keys]
+    keys = [f"run.name={'+'.join(Path(name).name for name in names)}", *keys]
     for each in facts:
         keys += each.get("keys", "").split()
     with tree_with(names) as tree:
@@ -86,6 +91,7 @@ def train_with(names: list[str], keys: list[str]) -> int:
 def call(command: list[str]) -> int:
     """Returns the exit code. Ctrl-C reaches the command too, which then ends by itself."""
     with subprocess.Popen(command) as process:
+        signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         while True:
             with contextlib.suppress(KeyboardInterrupt):
                 return process.wait()
@@ -98,23 +104,27 @@ def make_again() -> dict[str, str]:
     person}."""
     to_do = {}
     with tempfile.TemporaryDirectory() as folder:
-        def git(*words: str, stdin: str = "") -> subprocess.CompletedProcess:
-            return subprocess.run(["git", *PLAIN, *words], cwd=folder, input=stdin, text=True,
-                                  capture_output=True, check=False)
+        own = os.environ | {"GIT_CEILING_DIRECTORIES": str(Path(folder).parent)}
+        settings = [word for setting in SETTINGS for word in ("-c", setting)]
+
+        def git(*words: str, stdin: str = "", check: bool = True) -> subprocess.CompletedProcess:
+            return subprocess.run(["git", *settings, *words], cwd=folder, input=stdin, text=True,
+                                  capture_output=True, check=check, env=own)
 
         # The clone has all versions of main.py, so git can merge three ways.
         git("clone", "--quiet", "--shared", str(ROOT), ".")
         shutil.copy(ROOT / "main.py", folder)
-        git("-c", "user.name=-", "-c", "user.email=-", "commit", "--quiet", "-am", "now")
+        git("-c", "user.name=-", "-c", "user.email=-", "commit", "--quiet", "--no-gpg-sign",
+            "--allow-empty", "-am", "now")
         for name, path in all_changes().items():
             head, diff = read(path)
             if not diff:
                 continue
             for way in ("--3way", "-C0"):  # The second asks for no context, if there is none.
-                is_applied = git("apply", way, stdin=diff).returncode == 0
-                made = git("diff", "--no-ext-diff", "--no-color", "HEAD").stdout
+                is_applied = git("apply", way, stdin=diff, check=False).returncode == 0
+                made = git("diff", "-U3", "--no-ext-diff", "--no-color", "HEAD").stdout
                 git("reset", "--hard", "--quiet")
-                if is_applied and changed_lines(made) == changed_lines(diff):
+                if is_applied and what_changes(made) == what_changes(diff):
                     path.write_text(head + made)
                     if way == "-C0":
                         to_do[name] = "is made again, but look whether it's in its place"
@@ -124,9 +134,15 @@ def make_again() -> dict[str, str]:
     return to_do
 
 
-def changed_lines(diff: str) -> list[str]:
-    """Returns the lines that a diff adds and takes out."""
-    return [line for line in diff.splitlines() if re.match(r"[+-](?!\+\+|--)", line)]
+def what_changes(diff: str) -> list[str]:
+    """Returns the lines that a diff adds and takes out, and the functions that they are in."""
+    found = []
+    for line in diff.splitlines():
+        if line.startswith("@@"):
+            found.append(line.split("@@")[2])
+        elif re.match(r"[+-](?!\+\+|--)", line):
+            found.append(line)
+    return found
 
 
 def command(words: list[str]) -> int:
@@ -134,14 +150,14 @@ def command(words: list[str]) -> int:
         to_do = make_again()
         for name, this in to_do.items():
             print(f"{all_changes()[name].relative_to(ROOT)} {this}")
-        print(f"{len(all_changes()) - len(to_do)} diffs fit main.py as it is now")
+        print(f"{len(all_changes()) - len(to_do)} others fit main.py as it is now")
         return bool("needs a person" in to_do.values())
     names = [word for word in words if word in all_changes()]
     if names:
         return train_with(names, [word for word in words if word not in names])
     print(__doc__)
     for name, path in all_changes().items():
-        title = facts_of(path).get("fault") or path.read_text().splitlines()[0]
+        title = facts_of(path).get("fault") or "".join(path.read_text().splitlines()[:1])
         print(f"{name:<30} {title}")
     return bool(words)
 

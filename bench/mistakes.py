@@ -62,6 +62,7 @@ def import_main(tree: str) -> Any:
     """Imports main.py of this folder, here and for everything that is imported later."""
     sys.path.insert(0, tree)
     import main
+    assert Path(main.__file__).parent == Path(tree), "main.py without the mistake would be measured"
     return main
 
 

@@ -339,7 +339,11 @@ def look_at_first_step(metrics: dict[str, float | None], config: Config) -> list
     numbers = {name: math.nan if value is None else value for name, value in metrics.items()}
     signs = signs_of_sampling(numbers, config)
     if config.training.learning_type != "distill":  # There, rewards teach nothing.
-        signs += signs_of_groups(numbers) + signs_of_rewards(numbers)
+        # The evaluation before has asked more questions. If it has solved a few per cent, a step
+        # that has solved none had bad luck.
+        solved_before = numbers.get("eval/solved", math.nan)
+        is_bad_luck = config.data.validation is None and 0.01 <= solved_before <= 0.1
+        signs += signs_of_groups(numbers, is_bad_luck) + signs_of_rewards(numbers, is_bad_luck)
     elif numbers.get("kl", math.nan) <= 1e-6:
         signs.append("! the teacher gives the same probabilities as the student: is it the model "
                      "that training.teacher should name?")
@@ -387,19 +391,16 @@ def signs_of_sampling(numbers: dict[str, float], config: Config) -> list[str]:
     return [text for is_seen, text in signs if is_seen]
 
 
-def signs_of_groups(numbers: dict[str, float]) -> list[str]:
-    # The evaluation before has asked many more questions. If it solved some, the step had bad luck.
-    some_solved = numbers["eval/solved"] >= 0.01
-    some_signal = numbers["eval/best_of_n"] - numbers["eval/solved"] >= 0.01
+def signs_of_groups(numbers: dict[str, float], is_bad_luck: bool) -> list[str]:
     signs = [
-        (numbers["groups_none_solved"] >= MOST_GROUPS and not some_solved, (
+        (numbers["groups_none_solved"] >= MOST_GROUPS and not is_bad_luck, (
             "! hardly any question was solved by any answer. If that lasts, they are too hard: use "
             "easier ones with data.dataset, a better model with model.name, or more answers with "
             "training.k_best_of_n")),
         (numbers["groups_all_solved"] >= MOST_GROUPS, (
             "! nearly every question was solved by all answers. If that lasts, they are too easy: "
             "use harder ones with data.dataset")),
-        (numbers["groups_without_signal"] >= MOST_GROUPS and not some_signal, (
+        (numbers["groups_without_signal"] >= MOST_GROUPS and not is_bad_luck, (
             "! nearly all groups have equal rewards, which teach grpo nothing, whatever the "
             "learning rate. If that lasts, see task.reward_weights, training.k_best_of_n and "
             "data.dataset")),
@@ -407,7 +408,7 @@ def signs_of_groups(numbers: dict[str, float]) -> list[str]:
     return [text for is_seen, text in signs if is_seen]
 
 
-def signs_of_rewards(numbers: dict[str, float]) -> list[str]:
+def signs_of_rewards(numbers: dict[str, float], is_bad_luck: bool) -> list[str]:
     signs = []
     if numbers["graded_wrongly"] >= 0.2:  # Fewer may be a reward that is random now and then.
         signs.append(
@@ -415,7 +416,8 @@ def signs_of_rewards(numbers: dict[str, float]) -> list[str]:
             "reward now: does each answer have the reward that the task gives it? See score. If "
             "your code changes rewards, it may be meant".format(**numbers))
     for name, mean in numbers.items():
-        if name.startswith("reward/") and mean == numbers[f"eval/{name}"] == 0:
+        some_before = is_bad_luck and numbers.get(f"eval/{name}", 0) > 0
+        if name.startswith("reward/") and mean == 0 and not some_before:
             signs.append(
                 f"! {name} is 0 on average: if it is 0 for every answer, see the task's "
                 "reward_function, task.reward_weights, sampling.temperature, and whether "

@@ -116,8 +116,36 @@ def again(folder: Path, text: str) -> tuple[Path, subprocess.CompletedProcess]:
     for name in ("changes", "bench"):  # as they are now, committed or not
         shutil.copytree(ROOT / name, clone / name, dirs_exist_ok=True)
     (clone / "main.py").write_text(text)
+    # Settings of a user that would change a diff, or stop a commit.
+    settings = {"diff.context": "0", "diff.noprefix": "true", "commit.gpgsign": "true"}
+    own = os.environ | {"GIT_CONFIG_COUNT": str(len(settings))}
+    for i, (key, value) in enumerate(settings.items()):
+        own |= {f"GIT_CONFIG_KEY_{i}": key, f"GIT_CONFIG_VALUE_{i}": value}
     command = [sys.executable, "bench/changed.py", "--again"]
-    return clone, subprocess.run(command, cwd=clone, text=True, capture_output=True, check=False)
+    return clone, subprocess.run(
+        command, cwd=clone, env=own, text=True, capture_output=True, check=False)
+
+
+def test_a_change_whose_place_is_not_found_is_left_to_a_person(tmp_path):
+    """Without context, its lines would land in another function."""
+    text = (ROOT / "main.py").read_text()
+    for line, edited in (("def questions(", "# Why?\n" * 10 + "def questions("),
+                         ("answer.reward = 0.0\n", "answer.reward = 0.0  # at first\n"),
+                         ("answer.reward_parts[part]\n", "answer.reward_parts[part]  # a part\n")):
+        assert line in text
+        text = text.replace(line, edited)
+
+    clone, result = again(tmp_path, text)
+
+    for name in ("overlong-penalty", "mistakes/truncated-0"):
+        assert f"changes/{name}.diff needs a person" in result.stdout
+        made = (clone / "changes" / f"{name}.diff").read_text()
+        assert made == (ROOT / "changes" / f"{name}.diff").read_text()
+
+
+def test_changes_that_exclude_each_other_end_in_one_line(capsys):
+    with pytest.raises(SystemExit, match=r"weak-positives\.diff does not fit"):
+        changed.command(["rloo", "weak-positives"])
 
 
 # ---------------------------------------------------------------- they run
@@ -195,7 +223,10 @@ def of_weak_positives(rewards: list[float]) -> list[float]:
     ("rloo", of_rloo), ("pass-at-k", of_pass_at_4), ("weak-positives", of_weak_positives)])
 def test_advantages_of_a_change_equal_its_formula(name, formula):
     for found, rewards in zip(advantages_with(name), REWARDS, strict=True):
-        assert found == pytest.approx(formula(rewards), abs=1e-12), rewards
+        expected = formula(rewards)
+        assert found == pytest.approx(expected, abs=1e-12), rewards
+        # An answer that teaches nothing costs no pass.
+        assert [value == 0 for value in found] == [abs(value) < 1e-12 for value in expected]
 
 
 def test_advantages_of_reinforce_plus_plus_have_one_scale_for_the_whole_batch(one_rank):

@@ -225,7 +225,7 @@ HEALTHY = {
     "change_not_finite": 0.0, "change_as_meant": 0.8, "graded_wrongly": 0.0,
     "sampler_gap": 1e-6, "sampler_gap_max": 1e-5,
     # The evaluation before solved nothing, so it excuses nothing.
-    "eval/solved": 0.0, "eval/best_of_n": 0.0, "eval/reward/answer": 0.0, "eval/reward/format": 0.9}
+    "eval/solved": 0.0, "eval/reward/answer": 0.0, "eval/reward/format": 0.9}
 JUST = 1e-9
 NOTHING_OFF = "nothing is off"
 
@@ -266,11 +266,13 @@ def test_each_sign_begins_where_it_should_and_names_real_settings(
 def test_a_step_of_bad_luck_is_no_sign_if_the_evaluation_before_it_had_solved_something():
     bad_luck = {"groups_none_solved": 1.0, "groups_without_signal": 1.0, "reward/answer": 0.0}
     assert len(bad_signs(look(**bad_luck))) == 3
-    solved = {"eval/solved": 0.01, "eval/best_of_n": 0.02, "eval/reward/answer": 0.01}
-    assert bad_signs(look(**bad_luck, **solved)) == []
-    # Whoever solves everything has solved something, but without a signal.
-    assert len(bad_signs(look(groups_without_signal=1.0, **{
-        "eval/solved": 1.0, "eval/best_of_n": 1.0}))) == 1
+    for solved, num_signs in ((0.01 - JUST, 3), (0.01, 0), (0.1, 0), (0.1 + JUST, 3)):
+        before = {"eval/solved": solved, "eval/reward/answer": solved}
+        assert len(bad_signs(look(**bad_luck, **before))) == num_signs, solved
+    # Other questions than those of training say nothing of it.
+    config = learning_config(data__validation="other.jsonl")
+    metrics = {**HEALTHY, **bad_luck, "eval/solved": 0.05, "eval/reward/answer": 0.05}
+    assert len(bad_signs(look_at_first_step(metrics, config))) == 3
 
 
 def test_small_changes_are_named_and_changes_that_cancel_are_not():
