@@ -97,6 +97,8 @@ RUNS |= {
 }
 CHANGES = sorted(path.stem for path in (ROOT / "changes").glob("*.diff"))
 RUNS |= {name: {PROGRAM: ["bench/changed.py", name]} for name in CHANGES}
+# With 256 tokens, two turns would be longer than what the lab model can read.
+RUNS["two-turns"] |= {"training.max_new_gen_tokens": 192}
 TINY_CHANGED = "tiny model, weak positives"
 RUNS[TINY_CHANGED] = ON_TINY | RUNS["weak-positives"]
 
