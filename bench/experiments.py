@@ -3,7 +3,8 @@
     .venv/bin/python bench/experiments.py --show --data docs/experiments.json \
         --picture docs/experiments.png
         the tables and the picture of docs/experiments.md, from the runs in the file, in seconds
-        (with --data docs/teachers.json --seeds 0 --picture docs/teachers.png those of teachers)
+        (with --data docs/teachers.json --seeds 0 --picture docs/teachers.png those of teachers,
+        and with changes.json and changing.png those of docs/changing.md)
     .venv/bin/python bench/experiments.py --run "Dr. GRPO, G = 8" --run "G = 2" --seeds 0
         these runs, in minutes; a run in the file of --data is not repeated
     .venv/bin/python bench/experiments.py
