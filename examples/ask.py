@@ -29,10 +29,9 @@ from main import Trajectory, make_question, sample
 
 # The settings of a model's run are for training it. These here are for asking it.
 FOR_ASKING = ["model.lora_rank=0", "model.precision=float32", "model.attention=null",
-              "training.shard=false"]
+              "model.device=null", "training.shard=false"]
 SILENT_LOG = SimpleNamespace(  # In place of a Logger. It shows nothing.
-    phase=lambda name: nullcontext(), progress=iter, counter=lambda total: lambda count: None,
-    seconds={})
+    phase=lambda name: nullcontext(), progress=iter, counter=lambda total: lambda count: None)
 
 
 # ---------------------------------------------------------------- the model

@@ -348,7 +348,8 @@ def start(options: argparse.Namespace) -> None:
     check_options(options)
     row = ask.read_question(options.question) if options.question else None
     model = f"model.name={json.dumps(str(options.model))}"
-    config = load_config([*ask.settings_of(options.model), model, *options.keys])
+    config = load_config([*ask.settings_of(options.model), "model.device=null", model,
+                          *options.keys])
     is_countdown = config.task.name == "countdown"
     if row and not is_countdown:
         words = " ".join(options.question)

@@ -3,9 +3,11 @@
 A rank is one process. It may have a GPU, or a share of the CPU's cores."""
 
 import faulthandler
+import glob
 import json
 import os
 import random
+import re
 import sys
 import time
 import traceback
@@ -24,7 +26,11 @@ from machinery.errors import KILLED, SharedError, UserError, as_user_error, desc
 RANK = int(os.environ.get("RANK", "0"))              # decides which data are this rank's
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", "0"))  # decides which GPU is this rank's
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
-DEVICE = torch.device("cuda", LOCAL_RANK) if torch.cuda.is_available() else torch.device("cpu")
+LOCAL_WORLD_SIZE = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # the ranks of this machine
+NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+# Each rank has a GPU of its own, or all of this machine's ranks share its CPU.
+DEVICE = torch.device("cuda", LOCAL_RANK) if LOCAL_WORLD_SIZE <= NUM_GPUS else torch.device("cpu")
+DRIVER_FILES = "/dev/nvidia[0-9]*"  # one for each NVIDIA GPU
 TIME_TO_MEET = timedelta(minutes=10)
 TIME_TO_WAIT = timedelta(hours=2)  # for the slowest rank, which may be saving or evaluating
 SECONDS_FOR_THE_CAUSE = 5
@@ -105,14 +111,14 @@ def end_process(code: int) -> NoReturn:
 
 def join() -> None:
     """Connects this rank with the others: by nccl between GPUs, by gloo for data on the CPU."""
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    refuse_unusable_gpu()
     if DEVICE.type == "cuda":
-        prepare_gpu(local_ranks)
-    elif local_ranks > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        prepare_gpu()
+    elif LOCAL_WORLD_SIZE > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         # torchrun gives each rank a single thread, unless the user has set OMP_NUM_THREADS.
         has_affinity = hasattr(os, "sched_getaffinity")  # macOS does not have it.
         num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
-        torch.set_num_threads(max(1, num_cores // local_ranks))
+        torch.set_num_threads(max(1, num_cores // LOCAL_WORLD_SIZE))
     backend = "cpu:gloo,cuda:nccl" if DEVICE.type == "cuda" else "gloo"
     with as_user_error("the ranks cannot reach each other; with several machines see "
                        "--rdzv-endpoint of torchrun, and GLOO_SOCKET_IFNAME"):
@@ -125,11 +131,30 @@ def leave_group() -> None:
     dist.barrier()
 
 
-def prepare_gpu(local_ranks: int) -> None:
-    num_gpus = torch.cuda.device_count()
-    if local_ranks > num_gpus:
+def refuse_unusable_gpu() -> None:
+    """Refuses a GPU that this PyTorch can't use. Otherwise the run would quietly use the CPU."""
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if NUM_GPUS or is_hidden or not glob.glob(DRIVER_FILES):
+        return
+    remedy = "install a PyTorch made for CUDA"
+    if torch.version.cuda:
+        remedy = (f"update its driver, because CUDA {torch.version.cuda} needs a newer one, or "
+                  "install a PyTorch made for an older CUDA")
+    raise UserError(f"PyTorch {torch.__version__} cannot use this machine's GPU: {remedy} "
+                    "(docs/hardware.md#the-driver). To train on the CPU, set CUDA_VISIBLE_DEVICES=")
+
+
+def prepare_gpu() -> None:
+    major, minor = torch.cuda.get_device_capability(DEVICE)
+    # Like sm_75. An AMD GPU has none of these.
+    compiled = [int(number) for number in re.findall(r"sm_(\d+)", " ".join(
+        torch.cuda.get_arch_list()))]
+    if compiled and 10 * major + minor < min(compiled):
         raise UserError(
-            f"{local_ranks} processes, but {num_gpus} GPUs: start one process for each GPU")
+            f"{torch.cuda.get_device_name(DEVICE)} has compute capability {major}.{minor}, and "
+            f"PyTorch {torch.__version__} starts at {min(compiled) / 10}: install a PyTorch made "
+            "for an older CUDA (docs/hardware.md#the-driver), or set CUDA_VISIBLE_DEVICES= to "
+            "train on the CPU")
     torch.cuda.set_device(DEVICE)
     # With a mask PyTorch takes cuDNN's attention first on Hopper and Blackwell. Its gradient can be
     # nan (pytorch issue 196678), its decoding can be wrong (193893), and it keeps a plan in memory
@@ -145,8 +170,13 @@ def meet() -> dist.Store:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # This store outlives the ranks, so it still has the addresses of those before a restart.
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-    store.set(f"rank {RANK} is here", "")
-    store.wait([f"rank {rank} is here" for rank in range(WORLD_SIZE)], TIME_TO_MEET)
+    store.set(f"rank {RANK} is here", DEVICE.type)
+    all_ranks = [f"rank {rank} is here" for rank in range(WORLD_SIZE)]
+    store.wait(all_ranks, TIME_TO_MEET)
+    on_cpu = [rank for rank, name in enumerate(all_ranks) if store.get(name) == b"cpu"]
+    if 0 < len(on_cpu) < WORLD_SIZE:
+        raise UserError(f"the ranks {on_cpu} train on a CPU, and the others on GPUs: start one "
+                        "process for each GPU on all machines, or set CUDA_VISIBLE_DEVICES= on all")
     store.set_timeout(TIME_TO_WAIT)
     return store
 

@@ -5,6 +5,8 @@ import difflib
 import hashlib
 import json
 import os
+import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
@@ -15,7 +17,7 @@ import yaml
 from pydantic import BaseModel, Field, StrictBool, StrictInt, StrictStr
 
 from machinery.errors import UserError, as_user_error, shortened
-from machinery.ranks import DEVICE, WORLD_SIZE, end_process
+from machinery.ranks import DEVICE, LOCAL_WORLD_SIZE, NUM_GPUS, WORLD_SIZE, end_process, tell
 
 ROOT = Path(__file__).resolve().parent.parent  # This is the folder of main.py.
 # No number is larger, also none that a reward returns. Sums of squares stay within float32.
@@ -38,6 +40,7 @@ class Section(BaseModel, extra="forbid", frozen=True):
 
 class ModelSettings(Section):
     name: Text
+    device: Literal["cuda"] | None
     precision: Literal["mixed", "bfloat16", "float32"]
     attention: Text | None
     gradient_checkpointing: StrictBool
@@ -141,7 +144,7 @@ KEYS = [f"{section}.{key}" for section, field in Config.model_fields.items()
 OWN = "training.my_"  # So begin keys of one's own, which config.yaml or another file declares.
 # These keys may change between two starts of a run. All other keys define the experiment.
 FREE_KEYS = {
-    "model.attention", "model.gradient_checkpointing",
+    "model.device", "model.attention", "model.gradient_checkpointing",
     "training.max_steps", "training.tokens_per_micro_batch", "training.shard",
     "sampling.max_rows", "validation.every", "checkpoint.every",
     "run.dir", "run.name", "run.code", "logging.mlflow",
@@ -179,7 +182,40 @@ def load_config(arguments: list[str]) -> Config:
             key, text = override.split("=", 1)
             values[key] = yaml.safe_load(text)
     values["model.precision"] = choose_precision(values.get("model.precision"))
-    return check_values(values, own_keys)
+    config = check_values(values, own_keys)
+    check_device(config, arguments)
+    training = config.training
+    if training.updates_per_batch == 1 and (training.clip or training.ratio != "token"):
+        tell("training.clip and training.ratio change nothing, because the ratio is 1 with "
+             "training.updates_per_batch=1")
+    return config
+
+
+def check_device(config: Config, arguments: list[str]) -> None:
+    """Refuses a CPU where a GPU is required. Says why GPUs are not used, and how to use them."""
+    is_required = config.model.device == "cuda"
+    if DEVICE.type == "cuda" or not (is_required or NUM_GPUS):
+        return
+    reason = (f"{LOCAL_WORLD_SIZE} process{'es' * (LOCAL_WORLD_SIZE > 1)}, but {NUM_GPUS or 'no'} "
+              f"GPU{'s' * (NUM_GPUS != 1)}")
+    remedy = "to train on the CPU all the same, add model.device=null"
+    if NUM_GPUS:
+        remedy = f"to train on GPUs with the same batch: {command_for_gpus(config, arguments)}"
+    if is_required:
+        raise UserError(f"model.device=cuda: {reason}; {remedy}")
+    tell(f"{reason}, so this run uses the CPU; {remedy}")
+
+
+def command_for_gpus(config: Config, arguments: list[str]) -> str:
+    """Returns the command that asks as many questions per step with one rank for each GPU."""
+    num_questions = config.training.num_samples_per_step * LOCAL_WORLD_SIZE
+    num_ranks = max(n for n in range(1, NUM_GPUS + 1) if num_questions % n == 0)
+    key = "training.num_samples_per_step"
+    kept = [argument for argument in arguments if not argument.startswith(f"{key}=")]
+    start = [sys.executable]
+    if num_ranks > 1:
+        start = [str(Path(sys.executable).with_name("torchrun")), f"--nproc-per-node={num_ranks}"]
+    return shlex.join([*start, "main.py", *kept, f"{key}={num_questions // num_ranks}"])
 
 
 def choose_precision(wanted: str | None) -> str:

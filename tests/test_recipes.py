@@ -25,8 +25,8 @@ def test_each_recipe_runs_for_a_step_with_all_its_keys_but_those_of_size(recipe,
         data = "examples/gsm8k.jsonl"
     if "-cpu" in recipe:
         data = "numbers=2"
-    size = {"model.name": "tiny/model", "data.dataset": data, "data.max_rows": 200,
-            "data.num_validation": 2, "data.max_prompt_tokens": 490,
+    size = {"model.name": "tiny/model", "model.device": "null", "data.dataset": data,
+            "data.max_rows": 200, "data.num_validation": 2, "data.max_prompt_tokens": 490,
             "data.validation": "null", "training.max_new_gen_tokens": 20,
             "training.num_samples_per_step": 2, "training.max_steps": 1, "validation.best_of_n": 2,
             "run.dir": str(tmp_path), "run.name": "a"}

@@ -1,0 +1,134 @@
+"""Which device a rank gets, and what is said where that isn't the one that was meant. The GPUs here
+are made up: torch is told that it sees them while machinery/ranks.py is imported."""
+
+import sys
+
+import pytest
+import torch
+from conftest import SMALL, make_config
+from processes import ROOT, ranks, run, torchrun
+
+from machinery import ranks as ranks_of_machinery
+from machinery import settings
+from machinery.errors import UserError
+
+# main.py, on a machine that seems to have so many GPUs.
+WITH_GPUS = """
+import runpy, sys, torch
+sys.path.insert(0, sys.argv[1])
+truth = torch.cuda.is_available, torch.cuda.device_count
+torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: int(sys.argv[2])
+import machinery.ranks
+torch.cuda.is_available, torch.cuda.device_count = truth
+sys.argv[:3] = ["main.py"]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_two_processes_and_one_gpu_train_on_the_cpu_and_say_how_to_use_it(tmp_path):
+    (tmp_path / "pretend.py").write_text(WITH_GPUS)
+
+    result = torchrun(2, tmp_path / "pretend.py", ROOT, 1, *SMALL, "training.max_steps=0",
+                      f"run.dir={tmp_path}")
+
+    assert result.returncode == 0, result.stderr
+    [line] = [line for line in result.stdout.splitlines() if line.startswith("note: ")]
+    assert line.startswith("note: 2 processes, but 1 GPU, so this run uses the CPU; to train on "
+                           f"GPUs with the same batch: {sys.executable} main.py ")
+    assert line.endswith(" training.num_samples_per_step=4")
+    assert "training.num_samples_per_step=2" not in line and "training.max_steps=0" in line
+    assert "in float32 on 2 x cpu" in " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize(("num_ranks", "num_gpus", "device"), [
+    (1, 0, "cpu"), (1, 1, "cuda:0"), (2, 1, "cpu"), (4, 8, "cuda:0"), (8, 4, "cpu")])
+def test_each_rank_has_a_gpu_of_its_own_or_none_has_one(num_ranks, num_gpus, device):
+    code = ("import torch; torch.cuda.is_available = lambda: True;"
+            f"torch.cuda.device_count = lambda: {num_gpus};"
+            "from machinery.ranks import DEVICE; print(DEVICE)")
+
+    result = run(sys.executable, "-c", code, LOCAL_WORLD_SIZE=str(num_ranks))
+
+    assert result.stdout == f"{device}\n", result.stderr
+
+
+@pytest.mark.parametrize(("num_gpus", "says"), [
+    (4, "8 processes, but 4 GPUs; to train on GPUs with the same batch: "),
+    (0, "8 processes, but no GPUs; to train on the CPU all the same, add model.device=null")])
+def test_a_recipe_for_gpus_is_never_trained_on_a_cpu(num_gpus, says, monkeypatch):
+    recipe = ["--config", "recipes/qwen2.5-3b-grpo.yaml", "training.seed=1"]
+    monkeypatch.setattr(settings, "LOCAL_WORLD_SIZE", 8)
+    monkeypatch.setattr(settings, "NUM_GPUS", num_gpus)
+
+    with pytest.raises(UserError) as raised:
+        settings.load_config(recipe)
+
+    message = str(raised.value)
+    assert message.startswith(f"model.device=cuda: {says}")
+    if num_gpus:  # 8 x 32 questions
+        assert message.endswith("torchrun --nproc-per-node=4 main.py --config "
+                                "recipes/qwen2.5-3b-grpo.yaml training.seed=1 "
+                                "training.num_samples_per_step=64")
+    assert settings.load_config([*recipe, "model.device=null"]).model.device is None
+    monkeypatch.setattr(settings, "DEVICE", torch.device("cuda", 0))
+    assert settings.load_config(recipe).model.device == "cuda"
+
+
+def test_the_device_is_no_part_of_the_experiment():
+    assert "model.device" not in settings.experiment(make_config())
+
+
+# ---------------------------------------------------------------- GPUs that cannot be used
+
+@pytest.fixture
+def with_driver(monkeypatch, tmp_path):
+    """A machine that has the file of an NVIDIA GPU, which torch does not see."""
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(ranks_of_machinery, "DRIVER_FILES", str(tmp_path / "nvidia[0-9]*"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.parametrize(("cuda", "says"), [
+    ("13.0", "update its driver, because CUDA 13.0 needs a newer one"),
+    (None, "install a PyTorch made for CUDA (")])
+def test_a_gpu_that_torch_cannot_use_is_refused_unless_it_is_hidden(
+        cuda, says, with_driver, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+
+    with pytest.raises(UserError, match="cannot use this machine's GPU") as raised:
+        ranks_of_machinery.join()
+
+    assert says in str(raised.value) and "set CUDA_VISIBLE_DEVICES=" in str(raised.value)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    ranks_of_machinery.refuse_unusable_gpu()
+
+
+@pytest.mark.parametrize(("capability", "is_refused"), [((7, 0), True), ((7, 5), False)])
+def test_a_gpu_that_is_too_old_for_this_torch_is_refused(capability, is_refused, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_90a", "compute_120"])
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", lambda on: None)
+
+    if not is_refused:
+        ranks_of_machinery.prepare_gpu()
+        return
+    with pytest.raises(UserError, match="Tesla V100 has compute capability 7.0, .* at 7.5: "):
+        ranks_of_machinery.prepare_gpu()
+
+
+# ---------------------------------------------------------------- machines of two kinds
+
+def meet_with_a_gpu_on_rank_1():
+    ranks_of_machinery.prepare_gpu = lambda: None
+    if ranks_of_machinery.RANK == 1:
+        ranks_of_machinery.DEVICE = torch.device("cuda", 0)
+    ranks_of_machinery.launch(print)
+
+
+def test_ranks_on_gpus_and_ranks_on_a_cpu_do_not_train_together():
+    result = ranks(2, meet_with_a_gpu_on_rank_1)
+
+    assert result.returncode == 2
+    assert "error: the ranks [0] train on a CPU, and the others on GPUs: " in result.stderr
