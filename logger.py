@@ -36,6 +36,9 @@ from machinery.settings import ROOT, Config, flatten
 from machinery.tasks import Task
 
 SECONDS_BETWEEN_DRAWINGS = 60
+# What a step's seconds are made of. "save" is the checkpoint before the step.
+PHASES = ("sample", "score", "learn", "measure", "save")
+LONG = 600  # So many seconds are worth a line that says how many are left.
 SECONDS_TO_END_MLFLOW = {"FINISHED": 60, "FAILED": 5}  # For all that it has not been told yet.
 CURVES = {  # {metric: its title, as in the lines of a run, and its unit}
     "solved": ("solved", "share"), "best_of_n": ("best of {n}", "share"),
@@ -53,10 +56,12 @@ class Logger:
         self.folder = folder
         self.path = folder.path
         self.history: list[dict] = []  # What metrics.jsonl holds.
-        self.steps_done = 0
+        self.steps_done = self.first_step = 0  # `start` knows them better.
+        self.started = time.monotonic()
         self.running = ""  # the phase that is running
         self.bar = tqdm(disable=True)  # its bar
-        self.seconds: dict[str, float] = {}  # Of each phase when it last ran.
+        self.seconds: dict[str, float] = {}  # of each phase since the step or evaluation before
+        self.is_saving_told = False
         self.last_drawing = time.monotonic()
         self.mlflow: Thread | None = None
         self.mlflow_calls: SimpleQueue = SimpleQueue()  # What the thread is still to do.
@@ -74,7 +79,9 @@ class Logger:
         self, step: int, task: Task, model: nn.Module, num_training: int, num_validation: int
     ) -> None:
         """Writes the settings, and says what kind of run this is."""
-        self.steps_done = step
+        self.steps_done = self.first_step = step
+        self.started = time.monotonic()
+        self.seconds.clear()  # Loading belongs to no step.
         self.solved = task.SOLVED
         if RANK != 0:
             return
@@ -147,7 +154,7 @@ class Logger:
                 yield
         finally:
             self.bar.close()
-            self.seconds[name] = time.perf_counter() - started
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
     def progress(self, items: Sequence) -> Iterator:
         """Yields the items, and shows how many of them the phase that is running has done."""
@@ -176,8 +183,15 @@ class Logger:
         self.steps_done = step
         if RANK != 0:
             return
+        seconds = {f"seconds/{name}": self.seconds.get(name, 0.0) for name in PHASES}
+        self.seconds.clear()
+        speed = {"tokens_per_second": metrics["tokens"] / sum(seconds.values())}
+        metrics = {**metrics, **seconds, **speed}
         self._keep(step, metrics)
         print(step_line(step, metrics))
+        self._tell_of_saving(seconds)
+        if step == self.first_step + 2:  # The first step of a start is slower than most.
+            self._tell_of_time_left()
         if step == 1:
             before = dict(*self._evaluations()[:1])
             self._tell_of_same_gradient(metrics["grad_norm"])
@@ -188,14 +202,34 @@ class Logger:
 
     def evaluation(self, step: int, metrics: dict[str, float], groups: list[list]) -> None:
         """Rank 0 alone calls this, because it has the answers of all ranks."""
+        self.seconds.clear()  # They belong to no step.
         self._keep(step, metrics)
         self._keep_samples(step, groups)
         print(evaluation_line(step, self.config.validation.best_of_n, metrics))
+        self._tell_of_time_left()
         if step == 0:
             print(wrap(f"a question:\n{groups[0][0].question.row['prompt']}", "  "))
         for group in groups[:3]:
             print(answer_lines(group[0].question.row["prompt"], group[0]))
         self._draw_curves()
+
+    def _tell_of_saving(self, seconds: dict[str, float]) -> None:
+        """Says so, once, if saving takes more than a fifth of the time."""
+        saving = seconds["seconds/save"]
+        every = self.config.checkpoint.every
+        working = sum(seconds.values()) - saving  # in each step
+        if saving / every > (working + saving / every) / 5 and not self.is_saving_told:
+            self.is_saving_told = True
+            print(wrap(f"a checkpoint took {saving:.1f} s, and the rest of the step "
+                       f"{working:.1f} s: raise checkpoint.every to save less often", "  "))
+
+    def _tell_of_time_left(self) -> None:
+        steps = self.steps_done - self.first_step
+        if steps:
+            left = self.config.training.max_steps - self.steps_done
+            seconds = (time.monotonic() - self.started) / steps * left
+            if seconds > LONG:
+                print(f"  about {seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min left")
 
     def how_it_was_made(self, step: int, metrics: dict[str, float]) -> dict[str, Any]:
         """Returns the settings, this evaluation, and the one before training."""
@@ -252,6 +286,9 @@ class Logger:
     def _summary(self) -> dict[str, Any]:
         evaluations = self._evaluations()
         best = max(evaluations, key=quality)
+        if (self.path / "best" / "training.json").exists():  # It may be a worse one, if deleted.
+            step = json.loads((self.path / "best" / "training.json").read_text())["step"]
+            best = [entry for entry in evaluations if entry["step"] == step][-1]
         return {"run": self.path.name, "folder": str(self.path), "steps": self.history[-1]["step"],
                 "seconds": round(self.folder.seconds(), 1),
                 "first": evaluations[0], "last": evaluations[-1], "best": best}

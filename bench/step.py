@@ -62,7 +62,7 @@ def measure(run, steps: int, warm_up: int = 1) -> dict:
     for _ in range(steps):
         found["step"].append(seconds_of_a_step(run))
         for phase in ("sample", "learn"):
-            found[phase].append(run.log.metrics[f"seconds/{phase}"])
+            found[phase].append(run.log.seconds[phase])
             for kind, peak in watch.peaks[phase].items():
                 found[f"{phase}_{kind}"].append(peak)
     result = {name: median(values) for name, values in found.items()}

@@ -19,7 +19,6 @@ from machinery.ranks import DEVICE, WORLD_SIZE, max_over_ranks, sum_over_ranks
 from machinery.settings import Config, TrainingSettings, is_due
 from machinery.tasks import Task, grade
 
-PHASES = ("sample", "score", "learn")
 # From this mean on, in nats, the sampler is another model than the policy (docs/numbers.md).
 LARGE_GAP = {"float32": 1e-3, "mixed": 0.05, "bfloat16": 0.05}
 MOVED = 1e-6  # A token moved if its log-probability changed by more than this.
@@ -80,9 +79,10 @@ def update_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
 
 
 def count_skipped(num_skipped: int, update: dict[str, float], step: int) -> int:
-    """Returns how many steps in a row had a gradient that is not finite. Too many end the run."""
+    """Returns how many steps in a row had a gradient that is not finite. Too many end the run. A
+    step that had nothing to learn from doesn't count."""
     if not update["non_finite"]:
-        return 0
+        return 0 if update["updated"] else num_skipped
     num_skipped += 1
     if num_skipped == MOST_SKIPPED_STEPS:
         raise SharedError(
@@ -100,7 +100,7 @@ def step_metrics(
     step 1, and where an evaluation follows, it makes one more forward pass. In step 1 it grades a
     few answers once more. Collective."""
     learned = [answer for answer in answers if answer.old_log_probs is not None]
-    metrics = sampling_metrics(groups, run.task, run.log.seconds) | memory_metrics()
+    metrics = sampling_metrics(groups, run.task) | memory_metrics()
     metrics |= update_metrics(updates) | sampler_metrics(learned)
     if run.step == 1 or is_due(run.step, run.config.validation.every, run.config):
         metrics |= change_metrics(run.policy.module, groups, learned, run.config.training)
@@ -112,9 +112,7 @@ def step_metrics(
     return metrics
 
 
-def sampling_metrics(
-    groups: list[list], task: Task, seconds: dict[str, float]
-) -> dict[str, float]:
+def sampling_metrics(groups: list[list], task: Task) -> dict[str, float]:
     """Returns means over the step's questions or answers, of all ranks. Collective."""
     answers = list(chain(*groups))
     rewards = [[answer.reward for answer in group] for group in groups]
@@ -132,15 +130,11 @@ def sampling_metrics(
     means["groups_without_signal"] = fmean(min(values) == max(values) for values in rewards)
     means["completion_length"] = fmean(answer.num_tokens for answer in answers)
     means["truncated"] = fmean(answer.is_truncated for answer in answers)
-    for phase in PHASES:
-        means[f"seconds/{phase}"] = seconds[phase]
     means["tokens"] = sum(answer.num_tokens for answer in answers)
     # Every rank has as many questions as the others, so the mean of their means is that of all.
     totals = sum_over_ranks(means)
     metrics = {name: total / WORLD_SIZE for name, total in totals.items()}
-    num_tokens = metrics.pop("tokens") * WORLD_SIZE
-    seconds_of_step = sum(metrics[f"seconds/{phase}"] for phase in PHASES)
-    metrics["tokens_per_second"] = num_tokens / seconds_of_step
+    metrics["tokens"] = totals["tokens"]
     return metrics
 
 

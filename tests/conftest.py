@@ -76,7 +76,7 @@ def load_config(*overrides):
 # In place of a Logger: it shows nothing.
 SILENT_LOG = SimpleNamespace(
     phase=lambda name: contextlib.nullcontext(), progress=iter,
-    counter=lambda total: lambda count: None, seconds={})
+    counter=lambda total: lambda count: None)
 
 
 # ---------------------------------------------------------------- learning
@@ -297,7 +297,8 @@ SMALL = ["training.max_steps=3", "training.max_new_gen_tokens=48", "training.lea
 EVERY_STEP = ["checkpoint.every=1", "validation.every=2"]
 SIL = ["training.learning_type=sil", "training.k_best_of_n=[2,4]"]
 # The metrics that depend on the clock or on the machine.
-TIMES = {"tokens_per_second", "seconds/sample", "seconds/score", "seconds/learn", "memory_gb"}
+TIMES = {"tokens_per_second", "seconds/sample", "seconds/score", "seconds/learn",
+         "seconds/measure", "seconds/save", "memory_gb"}
 # These are measured in the first step, and in each step that is evaluated.
 CHANGE = {"moved", "change_size", "change_as_meant", "change_rewarded", "change_punished"}
 

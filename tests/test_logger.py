@@ -4,6 +4,7 @@ import json
 import socket
 import sys
 import threading
+import time
 from unittest.mock import MagicMock
 
 import pytest
@@ -15,8 +16,8 @@ import main
 from machinery.settings import flatten
 
 
-def make_logger(folder, capsys) -> logger.Logger:
-    config = make_config(run__dir=str(folder), run__name="a")
+def make_logger(folder, capsys, **keys) -> logger.Logger:
+    config = make_config(run__dir=str(folder), run__name="a", **keys)
     log = logger.Logger(config, run_folder(config))
     log.path.mkdir()
     capsys.readouterr()
@@ -96,7 +97,8 @@ def test_a_server_that_never_answers_does_not_hold_training_up(tmp_path, monkeyp
 # ---------------------------------------------------------------- what is shown and kept
 
 STEP = {"reward": 0.25, "solved": 0.125, "completion_length": 31.0, "groups_without_signal": 0.5,
-        "entropy": 0.75, "updated": 1, "non_finite": 0, "seconds/sample": 2.0, "seconds/learn": 0.5}
+        "entropy": 0.75, "updated": 1, "non_finite": 0, "tokens": 500.0}
+SECONDS = {"sample": 1.25, "score": 0.0, "learn": 0.5, "measure": 0.25, "save": 0.5}
 NO_UPDATE = {"updated": 0, "entropy": None}
 
 
@@ -107,12 +109,62 @@ NO_UPDATE = {"updated": 0, "entropy": None}
 def test_a_step_is_one_line_on_the_console_and_one_in_the_log(
         more, says, tmp_path, capsys):
     log = make_logger(tmp_path, capsys)
+    log.is_saving_told = True
+    log.seconds = dict(SECONDS)
 
     log.step(7, STEP | more)
 
     assert capsys.readouterr().out == (
         f"step    7  reward 0.250  solved 0.125  length  31   2.5 s  {says}\n")
-    assert read_jsonl(log.path / "metrics.jsonl") == [{"step": 7, **STEP, **more}]
+    seconds = {f"seconds/{name}": value for name, value in SECONDS.items()}
+    expected = {"step": 7, **STEP, **more, **seconds, "tokens_per_second": 200.0}
+    assert read_jsonl(log.path / "metrics.jsonl") == [expected]
+    assert not log.seconds  # The next step begins at 0.
+
+
+@pytest.mark.parametrize(("save", "every", "is_told"), [
+    (1.0, 1, True), (0.25, 1, False), (1.0, 10, False), (10.0, 10, True)])
+def test_saving_that_takes_more_than_a_fifth_of_the_time_is_told_once(
+        save, every, is_told, tmp_path, capsys):
+    log = make_logger(tmp_path, capsys, checkpoint__every=every)
+    for step in (7, 8):
+        log.seconds = SECONDS | {"save": save}
+        log.step(step, STEP)
+
+    said = " ".join(capsys.readouterr().out.split())
+    line = (f"a checkpoint took {save:.1f} s, and the rest of the step 2.0 s: raise "
+            "checkpoint.every")
+    assert said.count(line) == said.count("a checkpoint") == int(is_told)
+
+
+def test_two_rollouts_in_a_step_add_up(tmp_path, capsys):
+    log = make_logger(tmp_path, capsys)
+    started = time.perf_counter()
+    for _ in range(2):
+        with log.phase("sample"):
+            time.sleep(0.05)
+    log.step(7, STEP)
+    stopwatch = time.perf_counter() - started
+
+    [entry] = read_jsonl(log.path / "metrics.jsonl")
+    assert 0.1 <= entry["seconds/sample"] <= stopwatch
+
+
+@pytest.mark.parametrize(("hours_so_far", "says"), [
+    (0.5, "  about 0 h 50 min left\n"), (3, "  about 5 h 0 min left\n"), (0.01, "")])
+def test_a_long_run_says_how_much_time_is_left(hours_so_far, says, tmp_path, capsys):
+    log = make_logger(tmp_path, capsys, training__max_steps=50)
+    log.first_step, log.is_saving_told = 18, True
+    log.started = time.monotonic() - 3600 * hours_so_far
+    for step in (19, 20):
+        log.seconds = dict(SECONDS)
+        log.step(step, STEP)
+    capsys.readouterr()
+    log.steps_done = 30  # Twelve steps of this start are done, and 20 are left.
+
+    log._tell_of_time_left()
+
+    assert capsys.readouterr().out == says
 
 
 def evaluation(step: int, solved: float) -> dict:

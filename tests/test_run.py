@@ -51,7 +51,8 @@ def test_every_step_and_every_evaluation_has_all_of_its_metrics(two_ranks):
     assert set(second) == set(third) > TIMES | CHANGE
     assert set(step) == {*second, "graded_wrongly"}
     seconds = sum(step[name] for name in step if name.startswith("seconds/"))
-    assert step["tokens_per_second"] == pytest.approx(16 * step["completion_length"] / seconds)
+    assert step["tokens"] == pytest.approx(16 * step["completion_length"])
+    assert step["tokens_per_second"] == pytest.approx(step["tokens"] / seconds)
     assert step["memory_gb"] > 0
 
 
