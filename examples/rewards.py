@@ -128,7 +128,8 @@ class RewardModel:
     """A sequence classifier of transformers, by path or hub id.
 
     If it has one label, the reward is the logit of this label. If it has several, the reward is the
-    probability of the `label` that you name. In a task:
+    probability of the `label` that you name. If a text is longer than the classifier can read, it
+    reads the end. In a task:
 
         judge = RewardModel("path/to/classifier")
 
@@ -137,13 +138,17 @@ class RewardModel:
     """
 
     def __init__(self, path: str, label: str | None = None) -> None:
-        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self.tokenizer = AutoTokenizer.from_pretrained(path, truncation_side="left")
         self.model, loading = AutoModelForSequenceClassification.from_pretrained(
             path, output_loading_info=True)
         missing = sorted(loading["missing_keys"])
         if missing:
             raise ValueError(
                 f"{path!r} is no trained classifier: it lacks {', '.join(missing[:3])}")
+        longest = min(self.tokenizer.model_max_length,
+                      getattr(self.model.config, "max_position_embeddings", math.inf))
+        self.as_tensors = {"return_tensors": "pt", "truncation": longest < math.inf,
+                           "max_length": longest}
         self.model.eval()
         self.model.to("cuda" if torch.cuda.is_available() else "cpu")
         labels = self.model.config.label2id
@@ -164,9 +169,9 @@ class RewardModel:
                 tokenize=False,
             )
             # The template has added all special tokens.
-            encoded = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")
+            encoded = self.tokenizer(text, add_special_tokens=False, **self.as_tensors)
         else:
-            encoded = self.tokenizer(prompt, completion, return_tensors="pt")
+            encoded = self.tokenizer(prompt, completion, **self.as_tensors)
         logits = self.model(**encoded.to(self.model.device)).logits[0].float()  # (labels,)
         if len(logits) == 1:
             return float(logits[0])

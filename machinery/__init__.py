@@ -24,9 +24,12 @@ def keep_source(file: str) -> None:
 def on_ctrl_c() -> None:
     """From now on Ctrl-C prints one line and ends the process with 130. There is nothing to tidy
     up, because a run resumes from its newest checkpoint."""
+    line = b"\nstopped by Ctrl-C"
+    if Path(sys.argv[0]).name == "main.py":
+        line += b"; the same command resumes what was saved"
+
     def end(number: int, frame: object) -> None:
-        # Not `print`, which this may have interrupted.
-        os.write(2, b"\nstopped by Ctrl-C; the same command resumes what was saved\n")
+        os.write(2, line + b"\n")  # Not `print`, which this may have interrupted.
         os._exit(130)
 
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # With nohup it is to be ignored.

@@ -167,7 +167,11 @@ def find_stop_ids(model: Any, tokenizer: Any) -> list[int]:
             stop_ids.update(eos)
         elif eos is not None:
             stop_ids.add(eos)
-    return sorted(stop_ids - {None})
+    stop_ids.discard(None)
+    if not stop_ids:
+        raise UserError(f"model.name={model.name_or_path!r} has no token that ends an answer: set "
+                        "eos_token_id in its generation_config.json")
+    return sorted(stop_ids)
 
 
 # ---------------------------------------------------------------- LoRA
@@ -182,6 +186,14 @@ def add_adapters(model: Any, config: Config, unreached: Sequence[str] = ()) -> N
     if Path(model.name_or_path).exists():
         # best/ names the model that its adapters belong to, and has to find it from anywhere.
         model.name_or_path = str(Path(model.name_or_path).resolve())
+    layers = [name for name, _ in model.named_modules()]
+    for target in settings.lora_targets or []:
+        # That is how peft compares them.
+        if not any(f".{name}".endswith(f".{target}") for name in layers):
+            names = sorted({name.rpartition(".")[2] for name, layer in model.named_modules()
+                            if isinstance(layer, nn.Linear)})
+            raise UserError(f"model.lora_targets={settings.lora_targets}: no layer is called "
+                            f"{target}. The linear ones are {', '.join(names)}")
     torch.manual_seed(config.training.seed)  # All ranks start with the same adapters.
     model.add_adapter(peft.LoraConfig(
         r=settings.lora_rank,

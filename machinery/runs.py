@@ -61,8 +61,10 @@ class RunFolder:
         if len(set(gather(self.code_digest))) > 1:
             raise SharedError("the ranks run different code: main.py, or the file of task.name, "
                               "isn't the same on all machines")
+        steps = gather(newest_step(self.path))
         with errors_on_all_ranks():
             if RANK == 0:
+                self.refuse_newer_elsewhere(steps)
                 self.lock = self.take_lock()
                 self.checkpoint = newest_checkpoint(self.path)
                 if self.checkpoint is not None:
@@ -77,6 +79,16 @@ class RunFolder:
         if self.lock is not None:
             fcntl.flock(self.lock, fcntl.LOCK_UN)  # A task's process may still have it open.
             self.lock.close()
+
+    def refuse_newer_elsewhere(self, steps: list[int]) -> None:
+        """Refuses a start where another machine has a newer checkpoint than rank 0: there is no
+        shared disk, and after a restart a different machine is the first. `steps` has the step of
+        each rank's newest checkpoint."""
+        if max(steps) > steps[0]:
+            raise UserError(
+                f"rank {steps.index(max(steps))} has a checkpoint of step {max(steps)} in "
+                f"{self.path}, which rank 0 lacks. Set run.dir to a folder that all machines "
+                "share, or copy that folder to the machine of rank 0")
 
     def take_lock(self) -> TextIO:
         """Returns a file. As long as it is open, the folder belongs to this process."""
@@ -287,6 +299,10 @@ class RunFolder:
         """Points a link to a model of this folder, or takes the link away."""
         self.models[link] = name
         path = self.path / link
+        if path.is_dir() and not path.is_symlink():
+            raise UserError(f"{path} is a folder and not a link, as after a copy that follows "
+                            "links: delete it (model-... beside it hold the models), or copy the "
+                            "run again with cp -a")
         if name is None:
             path.unlink(missing_ok=True)
             return
@@ -361,6 +377,12 @@ def numbered_folders(parent: Path, word: str) -> list[Path]:
     pattern = re.compile(rf"{word}-\d{{6,7}}")
     folders = [path for path in parent.glob(f"{word}-*") if pattern.fullmatch(path.name)]
     return sorted(folders, key=lambda path: (len(path.name), path.name), reverse=True)
+
+
+def newest_step(run_folder: Path) -> int:
+    """Returns the step of the newest checkpoint that this rank sees, or -1."""
+    checkpoints = numbered_folders(run_folder / "checkpoints", "step")
+    return int(checkpoints[0].name.removeprefix("step-")) if checkpoints else -1
 
 
 def newest_checkpoint(run_folder: Path) -> Path | None:

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import math
 import sys
+import traceback
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -87,6 +88,7 @@ def load_questions(
     if teacher is not None:
         context = min(context, longest_text(teacher))
     check_prompt_lengths(rows, num_tokens, context, config)
+    check_prompt_tokens(rows, task, model, tokenizer, config)
     return training, validation
 
 
@@ -95,7 +97,10 @@ def load_rows(key: str, task: Task, max_rows: int | None, config: Config) -> lis
     try:
         return list(task.load(beside_main(flatten(config)[key]), max_rows))
     except ValueError as error:
-        raise UserError(describe(error).replace("data.dataset", key)) from error
+        frames = traceback.extract_tb(error.__traceback__)[1:]
+        in_its_file = [frame for frame in frames if frame.filename == frames[0].filename]
+        where = f"{Path(frames[0].filename).name}:{in_its_file[-1].lineno}"
+        raise UserError(f"{describe(error).replace('data.dataset', key)} (at {where})") from error
 
 
 def split(rows: list[dict], config: Config) -> tuple[list[dict], list[dict]]:
@@ -181,6 +186,24 @@ def check_prompt_lengths(
         raise UserError(f"training.max_new_gen_tokens={L}: with a prompt of {longest} tokens it "
                         f"exceeds the {context} that {models} can process: write at most "
                         f"{max(0, context - longest)}, or set data.max_prompt_tokens")
+
+
+def check_prompt_tokens(
+    rows: list[dict], task: Task, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
+    config: Config,
+) -> None:
+    """Refuses prompts without tokens, or with tokens that the model doesn't know."""
+    # Some tokenizers have more tokens than their model, but use them for images alone.
+    num_known = model.config.get_text_config().vocab_size
+    has_more = max(tokenizer.get_vocab().values()) >= num_known
+    for row in rows:
+        if has_more or not row["prompt"].strip():
+            ids = encode_prompt(row, task, tokenizer, config)
+            if max(ids) >= num_known:
+                token = tokenizer.convert_ids_to_tokens(max(ids))
+                raise UserError(f"model.name={config.model.name!r}: its tokenizer makes {token!r} "
+                                f"token {max(ids)}, and the model has only {num_known}. Use the "
+                                "model's own tokenizer, or resize its embeddings")
 
 
 def encode_prompt(row: dict, task: Task, tokenizer: PreTrainedTokenizerBase,

@@ -80,6 +80,15 @@ def test_a_reward_model_pays_the_probability_of_the_label_that_is_named(tmp_path
     judge = rewards.RewardModel(str(tmp_path), "LABEL_1")
 
     assert judge("1+1?", "2") == pytest.approx(logits.softmax(-1)[1].item(), abs=1e-6)
+    # Of a text that's too long it reads the end.
+    longest = judge.as_tensors["max_length"]
+    messages = [{"role": "user", "content": "1+1? " * longest},
+                {"role": "assistant", "content": "2"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    logits = model(input_ids=torch.tensor([ids[-longest:]])).logits[0]
+    expected = pytest.approx(logits.softmax(-1)[1].item(), abs=1e-6)
+    assert len(ids) > longest and judge("1+1? " * longest, "2") == expected
     with pytest.raises(ValueError, match="LABEL_0, LABEL_1"):
         rewards.RewardModel(str(tmp_path))
 
@@ -107,7 +116,8 @@ def test_questions_that_are_too_long_are_left_out():
     config = make_config(data__dataset="examples/gsm8k.jsonl", data__num_validation=3,
                          data__max_prompt_tokens=lengths[8], training__max_new_gen_tokens=48)
 
-    training, validation = main.load_questions(task, make_model(), None, tokenizer, config)
+    model = make_model(vocab_size=len(tokenizer))
+    training, validation = main.load_questions(task, model, None, tokenizer, config)
 
     kept = sorted(len(tokenizer(row["prompt"])["input_ids"]) for row in training + validation)
     assert kept == lengths[:9]

@@ -5,6 +5,7 @@ import json
 import math
 import resource
 import shutil
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -20,10 +21,11 @@ from conftest import (
     training_steps,
 )
 from processes import ROOT, ranks, torchrun
+from transformers import AutoTokenizer
 
 import main
 from machinery import ranks as ranks_of_machinery
-from machinery.errors import is_out_of_memory
+from machinery.errors import UserError, errors_of_phase, is_out_of_memory
 
 TINY = [*SMALL, "training.max_new_gen_tokens=16"]
 
@@ -85,6 +87,59 @@ def test_running_out_of_memory_is_known_by_its_many_names(error, expected):
     assert is_out_of_memory(error) == expected
 
 
+@pytest.mark.parametrize(("phase", "message", "says"), [
+    ("sample", "probability tensor contains either `inf`, `nan`", "lower training.learning_rate"),
+    ("evaluate", "CUDA error: device-side assert triggered", "CUDA_LAUNCH_BLOCKING=1 shows where"),
+    ("score", "CUDA error: device-side assert triggered", None)])  # It's the reward's own.
+def test_an_assertion_on_a_gpu_is_blamed_on_the_model_only_while_sampling(phase, message, says):
+    expected = UserError if says else RuntimeError
+    with pytest.raises(expected) as raised, errors_of_phase(phase, 3):
+        raise RuntimeError(message)
+
+    assert (says or message) in str(raised.value)
+
+
+# ---------------------------------------------------------------- prompts and data
+
+def test_a_value_error_of_a_tasks_load_keeps_its_file_and_line(tmp_path, capsys):
+    own = tmp_path / "own.py"
+    own.write_text("from countdown import *\n\ndef load(dataset, max_rows):\n"
+                   "    return [{'prompt': int('ten')}]\n")
+
+    assert start([*TINY, f"task.name={own}", f"run.dir={tmp_path}"]) == 2
+
+    line = the_only_error(capsys.readouterr().err)
+    assert line == "error: invalid literal for int() with base 10: 'ten' (at own.py:4)"
+
+
+def test_an_empty_prompt_is_refused_at_the_start(tmp_path, capsys):
+    own = tmp_path / "own.py"
+    own.write_text("import countdown\nfrom countdown import *\n\ndef load(dataset, max_rows):\n"
+                   "    rows = countdown.load(dataset, max_rows)\n"
+                   "    return [*rows, {**rows[0], 'prompt': '', 'problem': 'empty'}]\n")
+
+    assert start([*TINY, f"task.name={own}", f"run.dir={tmp_path}"]) == 2
+
+    assert "the prompt '' has no tokens" in the_only_error(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_token_that_the_model_does_not_know_is_refused_if_a_prompt_has_it(
+        is_used, tmp_path, capsys):
+    """Gemma 3, for example, has a token more in its tokenizer than in its text model."""
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny" / "model")
+    tokenizer.add_tokens(["30" if is_used else "<image>"])
+    folder = shutil.copytree(ROOT / "tiny" / "model", tmp_path / "model")
+    tokenizer.save_pretrained(folder)
+
+    code = start([*TINY, f"model.name={folder}", "training.max_steps=0", f"run.dir={tmp_path}"])
+
+    assert code == (2 if is_used else 0)
+    said = capsys.readouterr().err
+    if is_used:
+        assert "its tokenizer makes '30' token" in the_only_error(said)
+
+
 # ---------------------------------------------------------------- the folder of a run
 
 @pytest.fixture
@@ -128,6 +183,39 @@ def test_a_start_in_a_folder_that_is_not_its_own_is_refused_and_changes_nothing_
     assert changes in refusal("training.seed=1", "model.precision=bfloat16")
     shutil.rmtree(tmp_path / "a" / "checkpoints")
     assert "no checkpoint to resume from: set run.name" in refusal()
+
+
+def test_a_run_copied_with_its_links_followed_says_how_to_mend_it(settings, tmp_path, capsys):
+    folder = tmp_path / "copied" / "a"
+    shutil.copytree(tmp_path / "a", folder)  # It follows links.
+    resume = [*settings, f"run.dir={folder.parent}", "training.max_steps=2"]
+
+    assert start(resume) == 2
+    assert f"{folder / 'best'} is a folder and not a link" in the_only_error(
+        capsys.readouterr().err)
+
+    for link in ("best", "last"):
+        shutil.rmtree(folder / link)
+    assert start(resume) == 0
+
+
+def with_a_folder_of_its_own(folder, *arguments):
+    """A rank on a machine whose disk the other machines don't share."""
+    run_without_curves(*arguments, f"run.dir={folder}/{main.RANK}")
+
+
+def test_ranks_refuse_to_begin_again_where_another_machine_has_a_newer_checkpoint(
+        settings, tmp_path):
+    """After a restart a machine with an older checkpoint may be the first. One with an older one
+    that isn't the first is no harm, because only rank 0 reads."""
+    shutil.copytree(tmp_path / "a", tmp_path / "1" / "a", symlinks=True)
+
+    result = ranks(2, with_a_folder_of_its_own, str(tmp_path), *TINY)
+
+    assert result.codes == [2, 2]
+    line = the_only_error(result.stderr)
+    assert f"rank 1 has a checkpoint of step 1 in {tmp_path / '0' / 'a'}" in line
+    assert not (tmp_path / "0" / "a" / "checkpoints").exists()
 
 
 def with_small_files(limit, *arguments):
@@ -187,12 +275,15 @@ def test_a_reward_without_a_number_up_to_1e9_for_each_part_is_an_error_with_the_
 # ---------------------------------------------------------------- numbers that are not finite
 
 def with_one_bad_rank(*arguments):
-    """main.py, except that on rank 1 no gradient is finite but those of steps 1 and 3."""
+    """main.py, except that on rank 1 no gradient is finite but those of steps 1 and 3, and that
+    step 6 has nothing to learn from."""
     learn = main.learn
 
     def bad_learn(run, answers):
         if main.RANK == 1 and run.step not in (1, 3):
             answers[0].advantage = math.inf
+        if run.step == 6:  # There's nothing to learn from, which is no sign that all is well.
+            answers = [replace(answer, advantage=0.0) for answer in answers]
         return learn(run, answers)
 
     main.learn = bad_learn
@@ -205,10 +296,10 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all_and_five_en
                    "training.num_samples_per_step=4")  # So there is a signal in steps 1 and 3.
 
     assert result.codes == [2, 2], result.stderr
-    assert "up to step 8: lower training.learning_rate" in the_only_error(result.stderr)
+    assert "up to step 9: lower training.learning_rate" in the_only_error(result.stderr)
     assert result.stdout.count("skipped: not finite") == 6
     steps = training_steps(tmp_path / "a")
-    assert [step["updated"] for step in steps] == [1, 0, 1, 0, 0, 0, 0, 0]
+    assert [step["updated"] for step in steps] == [1, 0, 1, 0, 0, 0, 0, 0, 0]
     assert (steps[1]["loss"], steps[1]["grad_norm"]) == (None, None)
 
 
@@ -234,7 +325,7 @@ def test_on_a_gpu_attention_is_not_cudnns_and_a_slow_rank_is_waited_for(monkeypa
     asked = {}
     switches = []
     monkeypatch.setattr(ranks_of_machinery, "DEVICE", torch.device("cuda", 0))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", switches.append)
     monkeypatch.setattr(torch.distributed, "init_process_group",

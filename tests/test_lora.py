@@ -113,6 +113,11 @@ def test_without_peft_the_one_line_says_what_to_install(monkeypatch):
         with_adapters()
 
 
+def test_a_target_that_no_layer_has_is_refused_though_others_have_theirs():
+    with pytest.raises(UserError, match="no layer is called v_porj. The linear ones are .*v_proj"):
+        with_adapters(model__lora_targets=["q_proj", "v_porj"])
+
+
 # ---------------------------------------------------------------- what is sampled from
 
 def test_in_mixed_precision_what_does_not_learn_is_in_bfloat16_and_shared_with_the_sampler():

@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 
 import pytest
 from conftest import (
@@ -85,17 +86,20 @@ def test_a_run_struck_twenty_times_equals_the_uninterrupted_one(how, num_ranks, 
     assert outcome(tmp_path / "struck" / "a") == expected
 
 
-def press_ctrl_c():
+def press_ctrl_c(command):
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.argv[0] = command
     on_ctrl_c()
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_ctrl_c_is_one_line():
-    result = ranks(1, press_ctrl_c)
+@pytest.mark.parametrize(("command", "resumes"), [
+    ("main.py", "; the same command resumes what was saved"), ("examples/ask.py", "")])
+def test_ctrl_c_is_one_line(command, resumes):
+    result = ranks(1, press_ctrl_c, command)
 
     assert result.returncode == 130
-    assert result.stderr == "\nstopped by Ctrl-C; the same command resumes what was saved\n"
+    assert result.stderr == f"\nstopped by Ctrl-C{resumes}\n"
 
 
 # ---------------------------------------------------------------- damage
