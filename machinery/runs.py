@@ -301,8 +301,8 @@ class RunFolder:
         path = self.path / link
         if path.is_dir() and not path.is_symlink():
             raise UserError(f"{path} is a folder and not a link, as after a copy that follows "
-                            "links: delete it (model-... beside it hold the models), or copy the "
-                            "run again with cp -a")
+                            "links: delete it (the folders model-... hold the models), or copy "
+                            "the run again with cp -a")
         if name is None:
             path.unlink(missing_ok=True)
             return

@@ -262,6 +262,7 @@ def check_parts(task: Task, parts: dict[str, float]) -> dict[str, float]:
         if not abs(values[name]) <= MOST:  # This also refuses nan.
             raise ValueError(f"reward_function returned {parts[name]!r} as {name}")
     if not 0 <= values[task.SOLVED] <= 1:
-        raise ValueError(f"{task.SOLVED} says whether the question is solved, so it has to be from "
-                         f"0 to 1, and not {values[task.SOLVED]}")
+        raise UserError(f"reward_function returned {values[task.SOLVED]} as {task.SOLVED}, which "
+                        "has to be from 0 to 1, because SOLVED names it as the part that says "
+                        "whether the question is solved")
     return values

@@ -162,6 +162,7 @@ def test_a_run_that_has_finished_says_so_and_takes_more_steps(tmp_path, capsys, 
     assert start([*only_evaluate, "training.max_steps=1", "validation.every=3"]) == 0
 
     assert (tmp_path / "a" / "best").resolve().name == "model-000001"
+    assert "the best model, of step 1, is in" in " ".join(capsys.readouterr().out.split())
 
     lines = [line["step"] for line in read_jsonl(tmp_path / "a" / "metrics.jsonl")]
     assert lines == [0, 1, 1]
@@ -259,14 +260,14 @@ def test_a_task_that_leaves_or_fails_is_shown_with_its_line_and_is_no_success(
 @pytest.mark.parametrize(("parts", "says"), [
     ({"format": math.nan, "answer": 0}, "reward_function returned nan as format"),
     ({"format": 0, "answer": -2e9}, "reward_function returned -2000000000.0 as answer"),
-    ({"format": 0, "answer": -1}, "has to be from 0 to 1, and not -1.0"),
+    ({"format": 0, "answer": -1}, "returned -1.0 as answer, which has to be from 0 to 1"),
     ({"format": 0.5}, "answer")], ids=str)
 def test_a_reward_without_a_number_up_to_1e9_for_each_part_is_an_error_with_the_completion(
         parts, says):
     task = main.load_task(make_config())
     task.reward_function = lambda completion, row: parts
 
-    with pytest.raises((KeyError, ValueError), match=says) as raised:
+    with pytest.raises((KeyError, ValueError, UserError), match=says) as raised:
         main.grade(task, "said", {})
 
     assert "'said'" in raised.value.__notes__[0]

@@ -33,7 +33,6 @@ from processes import ranks
 
 import main
 from machinery.metrics import (
-    PHASES,
     change_metrics,
     grading_metrics,
     look_at_first_step,
@@ -170,7 +169,7 @@ def made_up_groups():
 
 def group_metrics(groups):
     task = SimpleNamespace(REWARD_WEIGHTS={"style": 1.0}, SOLVED="right")
-    return sampling_metrics(groups, task, dict.fromkeys(PHASES, 1.0))
+    return sampling_metrics(groups, task)
 
 
 def test_groups_are_all_or_none_solved_by_the_solved_part_and_have_a_signal_by_rewards(one_rank):

@@ -298,8 +298,11 @@ def test_what_happens_every_so_many_steps_also_happens_after_the_last():
 
 
 def test_five_skipped_steps_in_a_row_end_the_run_and_a_good_one_between_them_does_not():
-    bad, good = {"non_finite": 1}, {"non_finite": 0}
+    bad = {"non_finite": 1, "updated": 0}
+    good = {"non_finite": 0, "updated": 1}
+    empty = {"non_finite": 0, "updated": 0}  # It had nothing to learn from.
 
-    assert (count_skipped(3, bad, 9), count_skipped(4, good, 9)) == (4, 0)
+    counts = [count_skipped(3, update, 9) for update in (bad, good, empty)]
+    assert counts == [4, 0, 3]
     with pytest.raises(SharedError, match="not finite in 5 steps in a row, up to step 9"):
         count_skipped(4, bad, 9)

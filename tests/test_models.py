@@ -2,6 +2,7 @@
 tiny models are of tiny_models.py, and `examine` of architectures.py compares them."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -283,6 +284,14 @@ def test_dropout_and_the_noise_of_routers_are_off(folder_of, one_rank):
         for layer in begin(folder_of(name)).model.modules():
             assert getattr(layer, "router_jitter_noise", 0) == 0
             assert getattr(layer, "p", 0) == 0  # of nn.Dropout
+
+
+def test_a_model_that_cannot_end_an_answer_is_refused(folder_of):
+    model = tiny_model("qwen3_moe")
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
+
+    with pytest.raises(UserError, match="has no token that ends an answer: set eos_token_id"):
+        main.find_stop_ids(model, SimpleNamespace(eos_token_id=None))
 
 
 def test_longrope_models_end_where_the_frequencies_of_all_rows_would_change():
