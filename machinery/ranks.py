@@ -133,7 +133,8 @@ def leave_group() -> None:
 
 def refuse_unusable_gpu() -> None:
     """Refuses a GPU that this PyTorch can't use. Otherwise the run would quietly use the CPU."""
-    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    # Slurm writes NoDevFiles where a job has asked for no GPU.
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
     if NUM_GPUS or is_hidden or not glob.glob(DRIVER_FILES):
         return
     remedy = "install a PyTorch made for CUDA"

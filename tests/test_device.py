@@ -99,8 +99,9 @@ def test_a_gpu_that_torch_cannot_use_is_refused_unless_it_is_hidden(
         ranks_of_machinery.join()
 
     assert says in str(raised.value) and "set CUDA_VISIBLE_DEVICES=" in str(raised.value)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    ranks_of_machinery.refuse_unusable_gpu()
+    for hidden in ("", "-1", "NoDevFiles"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        ranks_of_machinery.refuse_unusable_gpu()
 
 
 @pytest.mark.parametrize(("capability", "is_refused"), [((7, 0), True), ((7, 5), False)])
