@@ -56,8 +56,8 @@ class Logger:
         self.folder = folder
         self.path = folder.path
         self.history: list[dict] = []  # What metrics.jsonl holds.
-        self.steps_done = self.first_step = 0  # `start` knows them better.
-        self.started = time.monotonic()
+        self.steps_done = 0
+        self.timed_from = (0, 0.0)  # the step after which the time left is estimated, and when
         self.running = ""  # the phase that is running
         self.bar = tqdm(disable=True)  # its bar
         self.seconds: dict[str, float] = {}  # of each phase since the step or evaluation before
@@ -79,9 +79,7 @@ class Logger:
         self, step: int, task: Task, model: nn.Module, num_training: int, num_validation: int
     ) -> None:
         """Writes the settings, and says what kind of run this is."""
-        self.steps_done = self.first_step = step
-        self.started = time.monotonic()
-        self.seconds.clear()  # Loading belongs to no step.
+        self.steps_done = step
         self.solved = task.SOLVED
         if RANK != 0:
             return
@@ -108,6 +106,9 @@ class Logger:
             f"{self.config.training.group_size} answers to each. "
             f"{num_validation:,} questions are held out. "
             f"Every setting is in {self.path / 'config.yaml'}"))
+        training = self.config.training
+        if training.updates_per_batch == 1 and (training.clip or training.ratio != "token"):
+            print("note: training.clip and training.ratio change nothing with one update per batch")
         if self.config.logging.mlflow:
             self.mlflow = Thread(target=self._serve_mlflow, daemon=True)
             self.mlflow.start()
@@ -190,7 +191,9 @@ class Logger:
         self._keep(step, metrics)
         print(step_line(step, metrics))
         self._tell_of_saving(seconds)
-        if step == self.first_step + 2:  # The first step of a start is slower than most.
+        if not self.timed_from[1]:  # The first step of a start is slower than the others.
+            self.timed_from = (step, time.monotonic())
+        elif step == self.timed_from[0] + 1:
             self._tell_of_time_left()
         if step == 1:
             before = dict(*self._evaluations()[:1])
@@ -224,10 +227,11 @@ class Logger:
                        f"{working:.1f} s: raise checkpoint.every to save less often", "  "))
 
     def _tell_of_time_left(self) -> None:
-        steps = self.steps_done - self.first_step
-        if steps:
+        first_step, since = self.timed_from
+        steps = self.steps_done - first_step
+        if since and steps:
             left = self.config.training.max_steps - self.steps_done
-            seconds = (time.monotonic() - self.started) / steps * left
+            seconds = (time.monotonic() - since) / steps * left
             if seconds > LONG:
                 print(f"  about {seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min left")
 

@@ -17,7 +17,7 @@ import time
 from harness import end_process, main, make_run, synchronise, torch, transformers
 
 from machinery.metrics import evaluation_metrics
-from machinery.ranks import RANK, WORLD_SIZE, leave_group, shuffled_order
+from machinery.ranks import DEVICE, RANK, WORLD_SIZE, leave_group, shuffled_order
 from machinery.settings import beside_main, load_config
 
 # Of what both sides must have in common: each step's learning rate, and rank 0's prompts.
@@ -122,7 +122,7 @@ def in_order(rows: list[dict], training) -> list[dict]:
 
 def grpo_settings(config, passes: int) -> dict:
     training, sampling = config.training, config.sampling
-    on_gpu = torch.cuda.is_available()
+    on_gpu = DEVICE.type == "cuda"
     return {
         "per_device_train_batch_size":
             training.num_samples_per_step * training.group_size // passes,

@@ -1,6 +1,6 @@
 """GSM8K: word problems of primary school, whose answers are numbers.
 
-    .venv/bin/torchrun --nproc-per-node=4 main.py --config recipes/gsm8k-grpo.yaml
+    .venv/bin/python main.py --config recipes/gsm8k-grpo.yaml
     .venv/bin/python main.py task.name=examples/gsm8k.py data.dataset=examples/gsm8k.jsonl \
         data.num_validation=4      without the hub
 

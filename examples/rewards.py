@@ -16,6 +16,8 @@ from fractions import Fraction
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from machinery.ranks import DEVICE
+
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?<=\d)")  # 7, -7, 1,234, 0.5, .5
 STEP = re.compile(r"Step \d+:|^\d+\.|^[-*]|First,|Second,|Next,|Finally,", re.MULTILINE)
@@ -128,8 +130,8 @@ class RewardModel:
     """A sequence classifier of transformers, by path or hub id.
 
     If it has one label, the reward is the logit of this label. If it has several, the reward is the
-    probability of the `label` that you name. If a text is longer than the classifier can read, it
-    reads the end. In a task:
+    probability of the `label` that you name. If a text is longer than the classifier can read,
+    prompt and answer lose their beginnings. In a task:
 
         judge = RewardModel("path/to/classifier")
 
@@ -145,18 +147,30 @@ class RewardModel:
         if missing:
             raise ValueError(
                 f"{path!r} is no trained classifier: it lacks {', '.join(missing[:3])}")
-        longest = min(self.tokenizer.model_max_length,
-                      getattr(self.model.config, "max_position_embeddings", math.inf))
-        self.as_tensors = {"return_tensors": "pt", "truncation": longest < math.inf,
-                           "max_length": longest}
+        self.as_tensors = {"return_tensors": "pt"}
+        longest = self.longest_text()
+        if longest < 10**9:  # A tokenizer that knows no limit has a huge number.
+            self.as_tensors |= {"truncation": True, "max_length": longest}
         self.model.eval()
-        self.model.to("cuda" if torch.cuda.is_available() else "cpu")
+        self.model.to(DEVICE)
         labels = self.model.config.label2id
         needs_label = len(labels) > 1 or label is not None
         if needs_label and label not in labels:
             raise ValueError(f"{path!r} knows the labels {', '.join(labels)}: say which one to "
                              "reward")
         self.place = labels[label] if needs_label else 0
+
+    def longest_text(self) -> int:
+        """Returns how many tokens the classifier can read."""
+        most = self.tokenizer.model_max_length
+        positions = getattr(self.model.config, "max_position_embeddings", None) or 0
+        if positions > 0:
+            # RoBERTa and its like count positions from the one after that of padding.
+            embeddings = [layer for name, layer in self.model.named_modules()
+                          if name.endswith("position_embeddings")]
+            padding = getattr(embeddings[0], "padding_idx", None) if embeddings else None
+            most = min(most, positions - (0 if padding is None else padding + 1))
+        return most
 
     @torch.no_grad()
     def __call__(self, prompt: str, completion: str) -> float:

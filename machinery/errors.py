@@ -76,9 +76,9 @@ def errors_of_phase(phase: str, steps_done: int) -> Iterator[None]:
         if "probability tensor contains" in str(error):
             raise UserError(f"after step {steps_done} {OUT_OF_RANGE}") from error
         if is_sampling and "device-side assert" in str(error):
-            raise UserError(f"after step {steps_done} the GPU stopped while sampling. Most often "
-                            f"{OUT_OF_RANGE}. If not, CUDA_LAUNCH_BLOCKING=1 shows where it "
-                            "stops") from error
+            raise UserError(f"after step {steps_done} the GPU stopped while sampling, and "
+                            "CUDA_LAUNCH_BLOCKING=1 shows where. Most often "
+                            f"{OUT_OF_RANGE}") from error
         raise
 
 

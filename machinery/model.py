@@ -169,7 +169,7 @@ def find_stop_ids(model: Any, tokenizer: Any) -> list[int]:
             stop_ids.add(eos)
     stop_ids.discard(None)
     if not stop_ids:
-        raise UserError(f"model.name={model.name_or_path!r} has no token that ends an answer: set "
+        raise UserError(f"the model {model.name_or_path!r} has no token that ends an answer: set "
                         "eos_token_id in its generation_config.json")
     return sorted(stop_ids)
 
@@ -186,10 +186,13 @@ def add_adapters(model: Any, config: Config, unreached: Sequence[str] = ()) -> N
     if Path(model.name_or_path).exists():
         # best/ names the model that its adapters belong to, and has to find it from anywhere.
         model.name_or_path = str(Path(model.name_or_path).resolve())
+    # Of experts that share a tensor, peft knows names that no layer has any more.
+    has_experts = any(".experts" in name for name, _ in model.named_parameters())
     layers = [name for name, _ in model.named_modules()]
     for target in settings.lora_targets or []:
         # That is how peft compares them.
-        if not any(f".{name}".endswith(f".{target}") for name in layers):
+        is_known = any(f".{name}".endswith(f".{target}") for name in layers)
+        if not is_known and not has_experts:
             names = sorted({name.rpartition(".")[2] for name, layer in model.named_modules()
                             if isinstance(layer, nn.Linear)})
             raise UserError(f"model.lora_targets={settings.lora_targets}: no layer is called "

@@ -133,16 +133,19 @@ def leave_group() -> None:
 
 def refuse_unusable_gpu() -> None:
     """Refuses a GPU that this PyTorch can't use. Otherwise the run would quietly use the CPU."""
-    # Slurm writes NoDevFiles where a job has asked for no GPU.
-    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
-    if NUM_GPUS or is_hidden or not glob.glob(DRIVER_FILES):
+    # Slurm writes NoDevFiles where a job has asked for no GPU, or lets it open none.
+    is_hidden = not re.match(r"\d|GPU-|MIG-", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
+    can_open = any(os.access(path, os.R_OK | os.W_OK) for path in glob.glob(DRIVER_FILES))
+    if NUM_GPUS or is_hidden or not can_open:
         return
     remedy = "install a PyTorch made for CUDA"
     if torch.version.cuda:
         remedy = (f"update its driver, because CUDA {torch.version.cuda} needs a newer one, or "
                   "install a PyTorch made for an older CUDA")
     raise UserError(f"PyTorch {torch.__version__} cannot use this machine's GPU: {remedy} "
-                    "(docs/hardware.md#the-driver). To train on the CPU, set CUDA_VISIBLE_DEVICES=")
+                    "(docs/hardware.md#the-driver). Or CUDA_VISIBLE_DEVICES names a GPU that isn't "
+                    "there, or a container lacks --gpus all or --nv. To train on the CPU, set "
+                    "CUDA_VISIBLE_DEVICES=")
 
 
 def prepare_gpu() -> None:
@@ -176,6 +179,8 @@ def meet() -> dist.Store:
     store.wait(all_ranks, TIME_TO_MEET)
     on_cpu = [rank for rank, name in enumerate(all_ranks) if store.get(name) == b"cpu"]
     if 0 < len(on_cpu) < WORLD_SIZE:
+        if RANK == 0:  # The store may be this process's, and the others are reading.
+            time.sleep(SECONDS_FOR_THE_CAUSE)
         raise UserError(f"the ranks {on_cpu} train on a CPU, and the others on GPUs: start one "
                         "process for each GPU on all machines, or set CUDA_VISIBLE_DEVICES= on all")
     store.set_timeout(TIME_TO_WAIT)

@@ -88,7 +88,8 @@ class RunFolder:
             raise UserError(
                 f"rank {steps.index(max(steps))} has a checkpoint of step {max(steps)} in "
                 f"{self.path}, which rank 0 lacks. Set run.dir to a folder that all machines "
-                "share, or copy that folder to the machine of rank 0")
+                "share, or copy that folder to the machine of rank 0 (or delete it there, if the "
+                "newer checkpoint is damaged)")
 
     def take_lock(self) -> TextIO:
         """Returns a file. As long as it is open, the folder belongs to this process."""
@@ -301,8 +302,8 @@ class RunFolder:
         path = self.path / link
         if path.is_dir() and not path.is_symlink():
             raise UserError(f"{path} is a folder and not a link, as after a copy that follows "
-                            "links: delete it (the folders model-... hold the models), or copy "
-                            "the run again with cp -a")
+                            "links: delete best and last there (the folders model-... hold the "
+                            "models), or copy the run again with cp -a")
         if name is None:
             path.unlink(missing_ok=True)
             return

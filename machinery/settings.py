@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -184,10 +185,6 @@ def load_config(arguments: list[str]) -> Config:
     values["model.precision"] = choose_precision(values.get("model.precision"))
     config = check_values(values, own_keys)
     check_device(config, arguments)
-    training = config.training
-    if training.updates_per_batch == 1 and (training.clip or training.ratio != "token"):
-        tell("training.clip and training.ratio change nothing, because the ratio is 1 with "
-             "training.updates_per_batch=1")
     return config
 
 
@@ -212,9 +209,13 @@ def command_for_gpus(config: Config, arguments: list[str]) -> str:
     num_ranks = max(n for n in range(1, NUM_GPUS + 1) if num_questions % n == 0)
     key = "training.num_samples_per_step"
     kept = [argument for argument in arguments if not argument.startswith(f"{key}=")]
+    if WORLD_SIZE > LOCAL_WORLD_SIZE:
+        return (f"start {num_ranks} processes on each machine, with "
+                f"{key}={num_questions // num_ranks}")
     start = [sys.executable]
     if num_ranks > 1:
-        start = [str(Path(sys.executable).with_name("torchrun")), f"--nproc-per-node={num_ranks}"]
+        torchrun = shutil.which("torchrun", path=os.path.dirname(sys.executable)) or "torchrun"
+        start = [torchrun, f"--nproc-per-node={num_ranks}"]
     return shlex.join([*start, "main.py", *kept, f"{key}={num_questions // num_ranks}"])
 
 

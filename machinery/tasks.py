@@ -97,9 +97,11 @@ def load_rows(key: str, task: Task, max_rows: int | None, config: Config) -> lis
     try:
         return list(task.load(beside_main(flatten(config)[key]), max_rows))
     except ValueError as error:
-        frames = traceback.extract_tb(error.__traceback__)[1:]
-        in_its_file = [frame for frame in frames if frame.filename == frames[0].filename]
-        where = f"{Path(frames[0].filename).name}:{in_its_file[-1].lineno}"
+        # The last line that isn't of a library.
+        frames = traceback.extract_tb(error.__traceback__)
+        files = (getattr(task, "__file__", None), str(ROOT / "countdown.py"))
+        place = [frame for frame in frames if frame.filename in files] or frames
+        where = f"{Path(place[-1].filename).name}:{place[-1].lineno}"
         raise UserError(f"{describe(error).replace('data.dataset', key)} (at {where})") from error
 
 
@@ -210,10 +212,7 @@ def encode_prompt(row: dict, task: Task, tokenizer: PreTrainedTokenizerBase,
                   config: Config) -> list[int]:
     """Returns the tokens of a prompt, as plain text or as the user's turn of a chat."""
     if config.data.prompt_style == "base":
-        ids = tokenizer(row["prompt"])["input_ids"]
-        if not ids:
-            raise UserError(f"data.dataset: the prompt {row['prompt']!r} has no tokens")
-        return ids
+        return refuse_empty(tokenizer(row["prompt"])["input_ids"], row)
     question = row["prompt"].removesuffix(task.REPLY_START).rstrip()
     messages = [{"role": "user", "content": question}]
     if task.SYSTEM_MESSAGE:
@@ -225,7 +224,13 @@ def encode_prompt(row: dict, task: Task, tokenizer: PreTrainedTokenizerBase,
     if not text.rstrip().endswith(task.REPLY_START.rstrip()):
         text += task.REPLY_START
     # The template has added all special tokens.
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return refuse_empty(tokenizer(text, add_special_tokens=False)["input_ids"], row)
+
+
+def refuse_empty(ids: list[int], row: dict) -> list[int]:
+    if not ids:
+        raise UserError(f"data.dataset: the prompt {row['prompt']!r} has no tokens")
+    return ids
 
 
 def longest_text(model: PreTrainedModel) -> float:

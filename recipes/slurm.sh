@@ -36,6 +36,6 @@ trap requeue TERM
 
 srun torchrun --nnodes="$SLURM_NNODES" --nproc-per-node="$SLURM_GPUS_ON_NODE" --max-restarts=3 \
     --rdzv-id="$SLURM_JOB_ID" --rdzv-backend=c10d --rdzv-endpoint="$first_machine:$port" \
-    main.py "$@" &
+    main.py model.device=cuda "$@" &
 trainer=$!
 wait "$trainer"

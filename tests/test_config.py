@@ -94,15 +94,6 @@ def test_a_mistake_is_named_with_what_to_write(argument, says):
         assert argument.partition("=")[0] in message
 
 
-@pytest.mark.parametrize(("arguments", "is_told"), [
-    (["training.clip=[0.2,0.2]"], True), (["training.ratio=sequence"], True), ([], False),
-    (["training.clip=[0.2,0.2]", "training.updates_per_batch=2"], False)])
-def test_a_clip_without_a_second_update_is_said_to_change_nothing(arguments, is_told, capsys):
-    main.load_config(arguments)
-
-    assert ("training.clip and training.ratio change nothing" in capsys.readouterr().out) == is_told
-
-
 @pytest.mark.parametrize("content", [None, "training: [", "training: 3\n", ""])
 def test_a_config_file_that_cannot_be_used_is_named(content, tmp_path):
     path = tmp_path / "mine.yaml"

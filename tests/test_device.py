@@ -40,22 +40,30 @@ def test_two_processes_and_one_gpu_train_on_the_cpu_and_say_how_to_use_it(tmp_pa
     assert "in float32 on 2 x cpu" in " ".join(result.stdout.split())
 
 
-@pytest.mark.parametrize(("num_ranks", "num_gpus", "device"), [
-    (1, 0, "cpu"), (1, 1, "cuda:0"), (2, 1, "cpu"), (4, 8, "cuda:0"), (8, 4, "cpu")])
-def test_each_rank_has_a_gpu_of_its_own_or_none_has_one(num_ranks, num_gpus, device):
+@pytest.mark.parametrize(("num_ranks", "rank", "num_gpus", "device"), [
+    (1, 0, 0, "cpu"), (1, 0, 1, "cuda:0"), (2, 0, 1, "cpu"), (4, 3, 8, "cuda:3"), (8, 0, 4, "cpu")])
+def test_each_rank_has_a_gpu_of_its_own_or_none_has_one(num_ranks, rank, num_gpus, device):
     code = ("import torch; torch.cuda.is_available = lambda: True;"
             f"torch.cuda.device_count = lambda: {num_gpus};"
             "from machinery.ranks import DEVICE; print(DEVICE)")
 
-    result = run(sys.executable, "-c", code, LOCAL_WORLD_SIZE=str(num_ranks))
+    result = run(sys.executable, "-c", code, LOCAL_WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
 
     assert result.stdout == f"{device}\n", result.stderr
 
 
+@pytest.fixture
+def on_a_cpu(monkeypatch):
+    """As where there are fewer GPUs than ranks, whatever this computer has."""
+    monkeypatch.setattr(settings, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(ranks_of_machinery, "NUM_GPUS", 0)
+
+
 @pytest.mark.parametrize(("num_gpus", "says"), [
+    (6, "8 processes, but 6 GPUs; to train on GPUs with the same batch: "),
     (4, "8 processes, but 4 GPUs; to train on GPUs with the same batch: "),
     (0, "8 processes, but no GPUs; to train on the CPU all the same, add model.device=null")])
-def test_a_recipe_for_gpus_is_never_trained_on_a_cpu(num_gpus, says, monkeypatch):
+def test_a_recipe_for_gpus_is_never_trained_on_a_cpu(num_gpus, says, on_a_cpu, monkeypatch):
     recipe = ["--config", "recipes/qwen2.5-3b-grpo.yaml", "training.seed=1"]
     monkeypatch.setattr(settings, "LOCAL_WORLD_SIZE", 8)
     monkeypatch.setattr(settings, "NUM_GPUS", num_gpus)
@@ -74,6 +82,15 @@ def test_a_recipe_for_gpus_is_never_trained_on_a_cpu(num_gpus, says, monkeypatch
     assert settings.load_config(recipe).model.device == "cuda"
 
 
+def test_machines_are_told_how_many_processes_to_start(on_a_cpu, monkeypatch):
+    monkeypatch.setattr(settings, "LOCAL_WORLD_SIZE", 8)
+    monkeypatch.setattr(settings, "WORLD_SIZE", 16)
+    monkeypatch.setattr(settings, "NUM_GPUS", 4)
+
+    with pytest.raises(UserError, match="start 4 processes on each machine, with .*_step=64$"):
+        settings.load_config(["--config", "recipes/qwen2.5-3b-grpo.yaml"])
+
+
 def test_the_device_is_no_part_of_the_experiment():
     assert "model.device" not in settings.experiment(make_config())
 
@@ -81,7 +98,7 @@ def test_the_device_is_no_part_of_the_experiment():
 # ---------------------------------------------------------------- GPUs that cannot be used
 
 @pytest.fixture
-def with_driver(monkeypatch, tmp_path):
+def with_driver(on_a_cpu, monkeypatch, tmp_path):
     """A machine that has the file of an NVIDIA GPU, which torch does not see."""
     (tmp_path / "nvidia0").touch()
     monkeypatch.setattr(ranks_of_machinery, "DRIVER_FILES", str(tmp_path / "nvidia[0-9]*"))
@@ -99,7 +116,7 @@ def test_a_gpu_that_torch_cannot_use_is_refused_unless_it_is_hidden(
         ranks_of_machinery.join()
 
     assert says in str(raised.value) and "set CUDA_VISIBLE_DEVICES=" in str(raised.value)
-    for hidden in ("", "-1", "NoDevFiles"):
+    for hidden in ("", "-1", "NoDevFiles", "none"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
         ranks_of_machinery.refuse_unusable_gpu()
 
@@ -123,8 +140,7 @@ def test_a_gpu_that_is_too_old_for_this_torch_is_refused(capability, is_refused,
 
 def meet_with_a_gpu_on_rank_1():
     ranks_of_machinery.prepare_gpu = lambda: None
-    if ranks_of_machinery.RANK == 1:
-        ranks_of_machinery.DEVICE = torch.device("cuda", 0)
+    ranks_of_machinery.DEVICE = torch.device("cuda" if ranks_of_machinery.RANK == 1 else "cpu")
     ranks_of_machinery.launch(print)
 
 

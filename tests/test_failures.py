@@ -89,7 +89,7 @@ def test_running_out_of_memory_is_known_by_its_many_names(error, expected):
 
 @pytest.mark.parametrize(("phase", "message", "says"), [
     ("sample", "probability tensor contains either `inf`, `nan`", "lower training.learning_rate"),
-    ("evaluate", "CUDA error: device-side assert triggered", "CUDA_LAUNCH_BLOCKING=1 shows where"),
+    ("evaluate", "CUDA error: device-side assert triggered", "CUDA_LAUNCH_BLOCKING=1 shows where."),
     ("score", "CUDA error: device-side assert triggered", None)])  # It's the reward's own.
 def test_an_assertion_on_a_gpu_is_blamed_on_the_model_only_while_sampling(phase, message, says):
     expected = UserError if says else RuntimeError
@@ -110,6 +110,16 @@ def test_a_value_error_of_a_tasks_load_keeps_its_file_and_line(tmp_path, capsys)
 
     line = the_only_error(capsys.readouterr().err)
     assert line == "error: invalid literal for int() with base 10: 'ten' (at own.py:4)"
+
+
+@pytest.mark.parametrize(("arguments", "is_told"), [
+    (["training.clip=[0.2,0.2]"], True), (["training.ratio=sequence"], True), ([], False),
+    (["training.clip=[0.2,0.2]", "training.updates_per_batch=2"], False)])
+def test_a_clip_without_a_second_update_is_said_to_change_nothing(
+        arguments, is_told, tmp_path, capsys):
+    assert start([*TINY, *arguments, "training.max_steps=0", f"run.dir={tmp_path}"]) == 0
+
+    assert ("training.clip and training.ratio change nothing" in capsys.readouterr().out) == is_told
 
 
 def test_an_empty_prompt_is_refused_at_the_start(tmp_path, capsys):

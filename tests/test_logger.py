@@ -152,15 +152,19 @@ def test_two_rollouts_in_a_step_add_up(tmp_path, capsys):
 
 @pytest.mark.parametrize(("hours_so_far", "says"), [
     (0.5, "  about 0 h 50 min left\n"), (3, "  about 5 h 0 min left\n"), (0.01, "")])
-def test_a_long_run_says_how_much_time_is_left(hours_so_far, says, tmp_path, capsys):
+def test_a_long_run_says_how_much_time_is_left(
+        hours_so_far, says, tmp_path, capsys, monkeypatch):
     log = make_logger(tmp_path, capsys, training__max_steps=50)
-    log.first_step, log.is_saving_told = 18, True
-    log.started = time.monotonic() - 3600 * hours_so_far
-    for step in (19, 20):
-        log.seconds = dict(SECONDS)
-        log.step(step, STEP)
-    capsys.readouterr()
-    log.steps_done = 30  # Twelve steps of this start are done, and 20 are left.
+    log.is_saving_told = True
+    with monkeypatch.context() as patch:
+        patch.setattr(logger, "LONG", -1)
+        for step in (18, 19, 20):
+            log.seconds = dict(SECONDS)
+            log.step(step, STEP)
+            # The first step of a start doesn't count, and only the second one tells.
+            assert (" left" in capsys.readouterr().out) == (step == 19)
+    log.timed_from = (18, time.monotonic() - 3600 * hours_so_far)
+    log.steps_done = 30  # Twelve steps have been timed, and 20 are left.
 
     log._tell_of_time_left()
 
