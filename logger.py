@@ -57,7 +57,8 @@ class Logger:
         self.path = folder.path
         self.history: list[dict] = []  # What metrics.jsonl holds.
         self.steps_done = 0
-        self.timed_from = (0, 0.0)  # the step after which the time left is estimated, and when
+        self.first_step: int | None = None  # of this start
+        self.first_step_ended = 0.0
         self.running = ""  # the phase that is running
         self.bar = tqdm(disable=True)  # its bar
         self.seconds: dict[str, float] = {}  # of each phase since the step or evaluation before
@@ -191,9 +192,10 @@ class Logger:
         self._keep(step, metrics)
         print(step_line(step, metrics))
         self._tell_of_saving(seconds)
-        if not self.timed_from[1]:  # The first step of a start is slower than the others.
-            self.timed_from = (step, time.monotonic())
-        elif step == self.timed_from[0] + 1:
+        if self.first_step is None:
+            self.first_step = step
+            self.first_step_ended = time.monotonic()
+        elif step == self.first_step + 1:
             self._tell_of_time_left()
         if step == 1:
             before = dict(*self._evaluations()[:1])
@@ -227,13 +229,14 @@ class Logger:
                        f"{working:.1f} s: raise checkpoint.every to save less often", "  "))
 
     def _tell_of_time_left(self) -> None:
-        first_step, since = self.timed_from
-        steps = self.steps_done - first_step
-        if since and steps:
-            left = self.config.training.max_steps - self.steps_done
-            seconds = (time.monotonic() - since) / steps * left
-            if seconds > LONG:
-                print(f"  about {seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min left")
+        """The first step of a start doesn't count, because it's slower than the others."""
+        if self.first_step is None or self.steps_done == self.first_step:
+            return
+        seconds_so_far = time.monotonic() - self.first_step_ended
+        seconds_of_a_step = seconds_so_far / (self.steps_done - self.first_step)
+        seconds = seconds_of_a_step * (self.config.training.max_steps - self.steps_done)
+        if seconds > LONG:
+            print(f"  about {seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min left")
 
     def how_it_was_made(self, step: int, metrics: dict[str, float]) -> dict[str, Any]:
         """Returns the settings, this evaluation, and the one before training."""

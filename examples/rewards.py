@@ -130,8 +130,8 @@ class RewardModel:
     """A sequence classifier of transformers, by path or hub id.
 
     If it has one label, the reward is the logit of this label. If it has several, the reward is the
-    probability of the `label` that you name. If a text is longer than the classifier can read,
-    prompt and answer lose their beginnings. In a task:
+    probability of the `label` that you name. If a text is longer than its tokenizer allows
+    (`model_max_length`), prompt and answer lose their beginnings. In a task:
 
         judge = RewardModel("path/to/classifier")
 
@@ -147,10 +147,6 @@ class RewardModel:
         if missing:
             raise ValueError(
                 f"{path!r} is no trained classifier: it lacks {', '.join(missing[:3])}")
-        self.as_tensors = {"return_tensors": "pt"}
-        longest = self.longest_text()
-        if longest < 10**9:  # A tokenizer that knows no limit has a huge number.
-            self.as_tensors |= {"truncation": True, "max_length": longest}
         self.model.eval()
         self.model.to(DEVICE)
         labels = self.model.config.label2id
@@ -159,18 +155,6 @@ class RewardModel:
             raise ValueError(f"{path!r} knows the labels {', '.join(labels)}: say which one to "
                              "reward")
         self.place = labels[label] if needs_label else 0
-
-    def longest_text(self) -> int:
-        """Returns how many tokens the classifier can read."""
-        most = self.tokenizer.model_max_length
-        positions = getattr(self.model.config, "max_position_embeddings", None) or 0
-        if positions > 0:
-            # RoBERTa and its like count positions from the one after that of padding.
-            embeddings = [layer for name, layer in self.model.named_modules()
-                          if name.endswith("position_embeddings")]
-            padding = getattr(embeddings[0], "padding_idx", None) if embeddings else None
-            most = min(most, positions - (0 if padding is None else padding + 1))
-        return most
 
     @torch.no_grad()
     def __call__(self, prompt: str, completion: str) -> float:
@@ -183,9 +167,10 @@ class RewardModel:
                 tokenize=False,
             )
             # The template has added all special tokens.
-            encoded = self.tokenizer(text, add_special_tokens=False, **self.as_tensors)
+            encoded = self.tokenizer(
+                text, add_special_tokens=False, truncation=True, return_tensors="pt")
         else:
-            encoded = self.tokenizer(prompt, completion, **self.as_tensors)
+            encoded = self.tokenizer(prompt, completion, truncation=True, return_tensors="pt")
         logits = self.model(**encoded.to(self.model.device)).logits[0].float()  # (labels,)
         if len(logits) == 1:
             return float(logits[0])

@@ -150,13 +150,12 @@ def refuse_unusable_gpu() -> None:
 
 def prepare_gpu() -> None:
     major, minor = torch.cuda.get_device_capability(DEVICE)
-    # Like sm_75. An AMD GPU has none of these.
-    compiled = [int(number) for number in re.findall(r"sm_(\d+)", " ".join(
-        torch.cuda.get_arch_list()))]
-    if compiled and 10 * major + minor < min(compiled):
+    kernels = re.findall(r"sm_(\d+)", " ".join(torch.cuda.get_arch_list()))  # none for AMD
+    oldest = min(map(int, kernels), default=0)  # 75 is compute capability 7.5.
+    if 10 * major + minor < oldest:
         raise UserError(
             f"{torch.cuda.get_device_name(DEVICE)} has compute capability {major}.{minor}, and "
-            f"PyTorch {torch.__version__} starts at {min(compiled) / 10}: install a PyTorch made "
+            f"PyTorch {torch.__version__} starts at {oldest / 10}: install a PyTorch made "
             "for an older CUDA (docs/hardware.md#the-driver), or set CUDA_VISIBLE_DEVICES= to "
             "train on the CPU")
     torch.cuda.set_device(DEVICE)

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import shlex
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -204,19 +203,18 @@ def check_device(config: Config, arguments: list[str]) -> None:
 
 
 def command_for_gpus(config: Config, arguments: list[str]) -> str:
-    """Returns the command that asks as many questions per step with one rank for each GPU."""
+    """Returns how to ask as many questions per step with at most one rank for each GPU."""
     num_questions = config.training.num_samples_per_step * LOCAL_WORLD_SIZE
     num_ranks = max(n for n in range(1, NUM_GPUS + 1) if num_questions % n == 0)
     key = "training.num_samples_per_step"
-    kept = [argument for argument in arguments if not argument.startswith(f"{key}=")]
+    override = f"{key}={num_questions // num_ranks}"
     if WORLD_SIZE > LOCAL_WORLD_SIZE:
-        return (f"start {num_ranks} processes on each machine, with "
-                f"{key}={num_questions // num_ranks}")
+        return f"start {num_ranks} processes on each machine, with {override}"
     start = [sys.executable]
-    if num_ranks > 1:
-        torchrun = shutil.which("torchrun", path=os.path.dirname(sys.executable)) or "torchrun"
-        start = [torchrun, f"--nproc-per-node={num_ranks}"]
-    return shlex.join([*start, "main.py", *kept, f"{key}={num_questions // num_ranks}"])
+    if num_ranks > 1:  # This is torchrun, wherever it's installed.
+        start += ["-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"]
+    kept = [argument for argument in arguments if not argument.startswith(f"{key}=")]
+    return shlex.join([*start, "main.py", *kept, override])
 
 
 def choose_precision(wanted: str | None) -> str:

@@ -33,6 +33,9 @@ def test_it_asks_the_best_model_of_the_newest_run_of_countdown(tmp_path, monkeyp
         shutil.copytree(MODEL, best)
         os.utime(best, (10**9 - age, 10**9 - age))
     (tmp_path / "runs" / "sums" / "config.yaml").write_text("task: {name: sums.py}\n")
+    # What was trained on a GPU can be asked without one.
+    (tmp_path / "runs" / "newest" / "config.yaml").write_text(
+        "model: {device: cuda}\ntask: {name: countdown}\n")
 
     assert ask.ask(QUESTION) == 0
 

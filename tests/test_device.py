@@ -74,7 +74,7 @@ def test_a_recipe_for_gpus_is_never_trained_on_a_cpu(num_gpus, says, on_a_cpu, m
     message = str(raised.value)
     assert message.startswith(f"model.device=cuda: {says}")
     if num_gpus:  # 8 x 32 questions
-        assert message.endswith("torchrun --nproc-per-node=4 main.py --config "
+        assert message.endswith("-m torch.distributed.run --nproc-per-node=4 main.py --config "
                                 "recipes/qwen2.5-3b-grpo.yaml training.seed=1 "
                                 "training.num_samples_per_step=64")
     assert settings.load_config([*recipe, "model.device=null"]).model.device is None

@@ -81,7 +81,7 @@ def test_a_reward_model_pays_the_probability_of_the_label_that_is_named(tmp_path
 
     assert judge("1+1?", "2") == pytest.approx(logits.softmax(-1)[1].item(), abs=1e-6)
     # Of a text that's too long it reads the end.
-    longest = judge.as_tensors["max_length"]
+    longest = tokenizer.model_max_length
     messages = [{"role": "user", "content": "1+1? " * longest},
                 {"role": "assistant", "content": "2"}]
     text = tokenizer.apply_chat_template(messages, tokenize=False)

@@ -150,6 +150,19 @@ def test_two_rollouts_in_a_step_add_up(tmp_path, capsys):
     assert 0.1 <= entry["seconds/sample"] <= stopwatch
 
 
+def test_the_seconds_of_an_evaluation_belong_to_no_step(tmp_path, capsys):
+    log = make_logger(tmp_path, capsys)
+    metrics = {"eval/solved": 0.5, "eval/solved_low": 0.25, "eval/solved_high": 0.75,
+               "eval/best_of_n": 0.5, "eval/completion_length": 9.0}
+    log.seconds = {"evaluate": 50.0, "score": 40.0}  # Its answers are scored, too.
+    log.evaluation(6, metrics, [])
+    log.seconds["sample"] = 1.0
+    log.step(7, STEP)
+
+    *_, step = read_jsonl(log.path / "metrics.jsonl")
+    assert step["seconds/score"] == 0.0 and step["tokens_per_second"] == 500.0
+
+
 @pytest.mark.parametrize(("hours_so_far", "says"), [
     (0.5, "  about 0 h 50 min left\n"), (3, "  about 5 h 0 min left\n"), (0.01, "")])
 def test_a_long_run_says_how_much_time_is_left(
@@ -163,7 +176,7 @@ def test_a_long_run_says_how_much_time_is_left(
             log.step(step, STEP)
             # The first step of a start doesn't count, and only the second one tells.
             assert (" left" in capsys.readouterr().out) == (step == 19)
-    log.timed_from = (18, time.monotonic() - 3600 * hours_so_far)
+    log.first_step_ended = time.monotonic() - 3600 * hours_so_far
     log.steps_done = 30  # Twelve steps have been timed, and 20 are left.
 
     log._tell_of_time_left()
