@@ -1,10 +1,10 @@
 #!/bin/bash
-# Two machines with four GPUs each, put back into the queue whenever the job is preempted or its
-# time is up:
+# Trains on two machines with four GPUs each. If the job is preempted or its time runs out, it goes
+# back into the queue.
 #
 #     sbatch recipes/slurm.sh [--config file.yaml] [section.key=value ...]
 #
-# from the folder of main.py, which every machine must see at the same path, with its .venv.
+# Submit it from the folder of main.py, which every machine must see at the same path, with .venv.
 #SBATCH --job-name=onefile-grpo
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -18,16 +18,16 @@
 set -u
 cd "$SLURM_SUBMIT_DIR"
 export PATH="$PWD/.venv/bin:$PATH"
-# or a machine that has failed could not join again by itself
+# Without this, a machine that has failed couldn't rejoin on its own.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"  # srun takes them from nowhere else
-port=$((10000 + SLURM_JOB_ID % 20000))  # another for each job, as two may share a machine
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"  # srun looks nowhere else
+port=$((10000 + SLURM_JOB_ID % 20000))  # one per job, because two may share a machine
 first_machine=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
-# SIGTERM comes with a preemption, and 60 seconds before the time is up. It ends the trainer, and
-# the job is put back into the queue. Started again, the trainer resumes from its newest checkpoint.
+# SIGTERM comes with a preemption, and 60 seconds before the time runs out. It ends the trainer and
+# requeues the job. When that starts again, the trainer resumes from its newest checkpoint.
 requeue() {
-    scancel --signal=TERM "$SLURM_JOB_ID"  # to torchrun; srun itself would kill it outright
+    scancel --signal=TERM "$SLURM_JOB_ID"  # for torchrun; srun itself would kill it
     wait "$trainer"
     scontrol requeue "$SLURM_JOB_ID"
     exit 0
