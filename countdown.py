@@ -1,21 +1,21 @@
 """The Countdown task: combine the given numbers, each exactly once, so that they equal a target.
 
-This file is all that the trainer knows of the task. Any Python file with the same names can take
-its place. You give its path as `task.name`, and docs/tasks.md shows a short one.
+This file is all the trainer knows about the task. Any Python file with the same names can replace
+it: set `task.name` to its path. docs/tasks.md shows a short one.
 
     load(dataset, max_rows)           returns the questions as rows. A row is a dictionary with a
                                       "prompt" and whatever the reward needs.
     reward_function(completion, row)  returns the named parts of an answer's reward. The completion
-                                      is the answer's text, without prompt and stop token.
+                                      is the answer's text, without the prompt and stop token.
     REWARD_WEIGHTS                    says how much each part counts. The reward is the weighted
                                       sum. A part with weight 0.0 is only measured.
     SOLVED                            names the part that is 1.0 if the question is solved, or 0.0.
-    SYSTEM_MESSAGE, REPLY_START       are optional, for `data.prompt_style: chat`. One stands before
-                                      the question. Every answer begins with the other.
+    SYSTEM_MESSAGE, REPLY_START       are optional, for `data.prompt_style: chat`. The first comes
+                                      before the question, and every answer begins with the second.
 
-A row may also have a "group", which the evaluation reports apart. And it may have a "problem": rows
-with an equal one are never split between training and validation. If rows have "held_out": True,
-the questions to evaluate on are taken from them, and the others are trained on.
+A row may also have a "group", which the evaluation reports separately, and a "problem": rows with
+the same problem are never split between training and validation. If rows have "held_out": True, the
+evaluation takes its questions from them, and training uses the others.
 """
 
 import json
@@ -58,8 +58,8 @@ def load(dataset: str, max_rows: int | None) -> list[dict]:
 
 def read_rows(dataset: str, max_rows: int | None, name: str | None = None) -> list[dict]:
     """Returns the stored rows of a .parquet or .jsonl file, a folder of such files, or a hub data
-    set, which is an id or id:split. `name` chooses a configuration of a hub data set. Other tasks
-    may use this function too."""
+    set, given as id or id:split. `name` chooses a configuration of a hub data set. Other tasks may
+    use this function too."""
     files = _local_files(dataset)
     rows = []
     try:
@@ -68,23 +68,23 @@ def read_rows(dataset: str, max_rows: int | None, name: str | None = None) -> li
         if not files:
             hub_id, _, hub_split = dataset.partition(":")
             rows = load_dataset(hub_id, name, split=hub_split or "train").to_list()
-    except Exception as error:  # Some messages are many lines, or none.
+    except Exception as error:  # Some messages have many lines, or none.
         reason = (str(error).splitlines() or ["it is empty"])[0]
         raise ValueError(
             f"data.dataset: cannot load {dataset!r} ({type(error).__name__}: {reason}); "
-            "give a hub id, or a local .parquet or .jsonl file or folder") from error
+            "set it to a hub id, or to a local .parquet or .jsonl file or folder") from error
     if not rows[:max_rows]:
-        raise ValueError(f"data.dataset: {dataset!r} holds no rows")
+        raise ValueError(f"data.dataset: {dataset!r} has no rows")
     return rows[:max_rows]
 
 
 def _local_files(dataset: str) -> list[Path]:
-    """Returns the files that `dataset` means, and none if it is the name of a hub data set."""
+    """Returns the files that `dataset` means, or none if it's the name of a hub data set."""
     path = Path(dataset)
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in (".parquet", ".jsonl"))
         if not files:
-            raise ValueError(f"data.dataset: folder {dataset!r} holds no .parquet or .jsonl file")
+            raise ValueError(f"data.dataset: folder {dataset!r} has no .parquet or .jsonl file")
         return files
     return [path] if path.is_file() else []
 
@@ -94,9 +94,9 @@ def _read_file(path: Path) -> list[dict]:
         return pyarrow.parquet.ParquetFile(path).read().to_pylist()
     if path.suffix != ".jsonl":
         raise ValueError(f"{path.name} ends in neither .parquet nor .jsonl")
-    # A table reader would turn a whole column into floats or text because of one value.
+    # A table reader would turn a whole column into floats or strings because of one value.
     rows = []
-    lines = path.read_text(encoding="utf-8-sig").split("\n")  # splitlines() also cuts in strings.
+    lines = path.read_text(encoding="utf-8-sig").split("\n")  # splitlines() also splits strings.
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -111,9 +111,9 @@ def _checked_row(number: int, raw: Any) -> dict:
     """Returns a row with its prompt, its group and its problem."""
     place = f"data.dataset: row {number}"
     if not isinstance(raw, dict) or "nums" not in raw or not ("target" in raw or "response" in raw):
-        raise ValueError(f"{place} needs the fields nums and target (or response), and is {raw!r}")
+        raise ValueError(f"{place} needs the fields nums and target (or response), but is {raw!r}")
     if not isinstance(raw["nums"], list) or len(raw["nums"]) < 2:
-        raise ValueError(f"{place}: nums must be two integers or more, and not {raw['nums']!r}")
+        raise ValueError(f"{place}: nums must be two or more integers, not {raw['nums']!r}")
     nums = [_integer(f"{place}: nums", value) for value in raw["nums"]]
     target = _integer(f"{place}: target", raw["target"] if "target" in raw else raw["response"])
     if min(nums) < 0:
@@ -124,7 +124,7 @@ def _checked_row(number: int, raw: Any) -> dict:
 
 
 def _integer(place: str, value: Any) -> int:
-    # 3.0 counts as 3, because a table reader makes a column floats if one of its values is 2.5.
+    # 3.0 counts as 3, because a table reader turns a column into floats if one value is 2.5.
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or value != value // 1:  # This refuses nan and infinity too.
         raise ValueError(f"{place} must hold integers, not {value!r}")
@@ -133,8 +133,8 @@ def _integer(place: str, value: Any) -> int:
 
 # ---------------------------------------------------------------- exact arithmetic
 
-MAX_EXPRESSION_LENGTH = 1000  # In characters. It bounds the time that a hostile answer can take.
-SPACE = " \t\r\n\f\v"  # `str.strip()` and r"\s" would let many other spaces of Unicode pass.
+MAX_EXPRESSION_LENGTH = 1000  # in characters; bounds the time that a hostile answer can take
+SPACE = " \t\r\n\f\v"  # `str.strip()` and r"\s" would accept many other Unicode spaces.
 TOKEN = re.compile(rf"[{SPACE}]*([0-9]+|[-+*/()])[{SPACE}]*")
 PRECEDENCE = {"(": 0, "+": 1, "-": 1, "*": 2, "/": 2}
 ARITHMETIC = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
@@ -146,14 +146,14 @@ def evaluate_expression(text: str) -> Fraction | None:
 
 
 def _tokenize(text: str) -> list[str] | None:
-    """Returns integers, operators and parentheses, or None if anything else is in the text."""
+    """Returns integers, operators and parentheses, or None if the text has anything else."""
     if len(text) > MAX_EXPRESSION_LENGTH:
         return None
     tokens = []
     position = 0
     while position < len(text):
         match = TOKEN.match(text, position)
-        if match is None or re.match("0[0-9]", match[1]):  # 007 is no integer.
+        if match is None or re.match("0[0-9]", match[1]):  # 007 isn't an integer.
             return None
         tokens.append(match[1])
         position = match.end()
@@ -161,8 +161,8 @@ def _tokenize(text: str) -> list[str] | None:
 
 
 def _evaluate(tokens: list[str]) -> Fraction | None:
-    """Returns the value of an expression, or None if it is not one or divides by zero. This is the
-    shunting-yard algorithm. It needs no recursion, so no depth of parentheses can exhaust it."""
+    """Returns the value of an expression, or None if it isn't one or divides by zero. This is the
+    shunting-yard algorithm, which needs no recursion, so no depth of parentheses can exhaust it."""
     values: list[Fraction] = []
     operators: list[str] = []
     operand_expected = True
@@ -186,7 +186,7 @@ def _evaluate(tokens: list[str]) -> Fraction | None:
             operand_expected = True
     if operand_expected or not _apply_operators(values, operators, 1):
         return None
-    return None if operators else values[0]  # An operator that is left is an unclosed "(".
+    return None if operators else values[0]  # A leftover operator is an unclosed "(".
 
 
 def _apply_operators(values: list[Fraction], operators: list[str], precedence: int) -> bool:
@@ -203,7 +203,7 @@ def _apply_operators(values: list[Fraction], operators: list[str], precedence: i
 
 
 # ---------------------------------------------------------------- rewards
-# A completion begins inside the thinking, because the prompt has opened <think>.
+# A completion begins inside the thinking, because the prompt has already opened <think>.
 
 def reward_function(completion: str, row: dict) -> dict[str, float]:
     return {
@@ -232,20 +232,20 @@ def answer_reward_function(completion: str, nums: list[int], target: int) -> flo
     is_thinking = not closed or "<think>" in rest or "</think>" in rest
     if is_thinking or answer is None:
         return 0.0
-    # An answer may claim its own result, like 1+2 = 3. The claim has to be the target.
+    # An answer may state its own result, like 1+2 = 3, which then has to be the target.
     expression, equals, claimed = answer.partition("=")
     if equals and claimed.strip(SPACE) != str(target):
         return 0.0
     tokens = _tokenize(expression) or []
-    # We compare the numbers as text before any arithmetic. So we never compute with other numbers.
+    # We compare the numbers as strings before any arithmetic, so we never compute with others.
     used = sorted(token for token in tokens if token.isdigit())
     given = sorted(str(num) for num in nums)
     return float(used == given and _evaluate(tokens) == target)
 
 
 def _expression(text: str) -> str | None:
-    """Returns what stands in the one <answer>...</answer>. Returns None if either tag is missing,
-    or stands there more than once."""
+    """Returns what's inside the one <answer>...</answer>. Returns None if either tag is missing or
+    appears more than once."""
     if text.count("<answer>") != 1 or text.count("</answer>") != 1:
         return None
     _, _, rest = text.partition("<answer>")

@@ -1,11 +1,11 @@
-"""What a person sees of a run and what is kept of it. Nothing in here decides about training.
+"""What a person sees of a run, and what's kept of it. Nothing in here affects training.
 
     runs/<name>/config.yaml      every setting, resolved
     runs/<name>/main.py          the code, and task.py, the task's
     runs/<name>/metrics.jsonl    one object per step and per evaluation
     runs/<name>/samples.jsonl    the answers of each evaluation with their rewards
-    runs/<name>/curves.png       accuracy, reward, length and the like over the steps
-    runs/<name>/summary.json     how it began, how it ended, what was best
+    runs/<name>/curves.png       accuracy, reward, length and so on over the steps
+    runs/<name>/summary.json     how it began, how it ended, and what was best
 """
 
 import json
@@ -36,36 +36,36 @@ from machinery.settings import ROOT, Config, flatten
 from machinery.tasks import Task
 
 SECONDS_BETWEEN_DRAWINGS = 60
-# What a step's seconds are made of. "save" is the checkpoint before the step.
+# What a step's seconds consist of. "save" is the checkpoint before the step.
 PHASES = ("sample", "score", "learn", "measure", "save")
-LONG = 600  # So many seconds are worth a line that says how many are left.
-SECONDS_TO_END_MLFLOW = {"FINISHED": 60, "FAILED": 5}  # For all that it has not been told yet.
+LONG = 600  # If this many seconds are left, a line says so.
+SECONDS_TO_END_MLFLOW = {"FINISHED": 60, "FAILED": 5}  # to tell it everything still missing
 CURVES = {  # {metric: its title, as in the lines of a run, and its unit}
     "solved": ("solved", "share"), "best_of_n": ("best of {n}", "share"),
     "reward": ("reward", "points"), "completion_length": ("length", "tokens"),
     "truncated": ("truncated", "share"), "groups_without_signal": ("no signal", "share")}
-tqdm.monitor_interval = 0  # No thread that looks after bars.
-tqdm.set_lock(TRLock())  # No lock that the processes of a reward would share.
+tqdm.monitor_interval = 0  # no thread to watch the bars
+tqdm.set_lock(TRLock())  # no lock that a reward's processes would share
 
 
 class Logger:
-    """Rank 0 prints and writes. On the other ranks the same methods print and write nothing."""
+    """Rank 0 prints and writes. On the other ranks the same methods do neither."""
 
     def __init__(self, config: Config, folder: RunFolder):
         self.config = config
         self.folder = folder
         self.path = folder.path
-        self.history: list[dict] = []  # What metrics.jsonl holds.
+        self.history: list[dict] = []  # what metrics.jsonl holds
         self.steps_done = 0
-        self.first_step: int | None = None  # of this start
+        self.first_step: int | None = None  # in this start
         self.first_step_ended = 0.0
         self.running = ""  # the phase that is running
         self.bar = tqdm(disable=True)  # its bar
-        self.seconds: dict[str, float] = {}  # of each phase since the step or evaluation before
+        self.seconds: dict[str, float] = {}  # in each phase since the last step or evaluation
         self.is_saving_told = False
         self.last_drawing = time.monotonic()
         self.mlflow: Thread | None = None
-        self.mlflow_calls: SimpleQueue = SimpleQueue()  # What the thread is still to do.
+        self.mlflow_calls: SimpleQueue = SimpleQueue()  # what its thread still has to do
         if RANK == 0:
             print(f"loading {config.model.name} and the data of {config.task.name} ...")
 
@@ -87,7 +87,7 @@ class Logger:
         settings = self.config.model_dump(mode="json")
         settings["run"]["name"] = self.path.name
         self.folder.write("config.yaml", yaml.safe_dump(settings, sort_keys=False))
-        (self.path / "summary.json").unlink(missing_ok=True)  # Of an earlier start.
+        (self.path / "summary.json").unlink(missing_ok=True)  # from an earlier start
         lines = (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         self.history = [json.loads(line) for line in lines]
         if not self.folder.checkpoint:
@@ -97,7 +97,7 @@ class Logger:
             if step >= self.config.training.max_steps:
                 print("this run has finished: raise training.max_steps to train further")
             elif self.folder.code_changed:
-                print(f"from here on with a different {' and '.join(self.folder.code_changed)}")
+                print(f"from here on it runs a different {' and '.join(self.folder.code_changed)}")
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         print(wrap(
             f"{num_parameters / 1e6:,.1f} M parameters in {self.config.model.precision} on "
@@ -109,22 +109,22 @@ class Logger:
             f"Every setting is in {self.path / 'config.yaml'}"))
         training = self.config.training
         if training.updates_per_batch == 1 and (training.clip or training.ratio != "token"):
-            print("note: training.clip and training.ratio change nothing with one update per batch")
+            print("note: training.clip and training.ratio have no effect with one update per batch")
         if self.config.logging.mlflow:
             self.mlflow = Thread(target=self._serve_mlflow, daemon=True)
             self.mlflow.start()
 
     def _tell_of_relative(self, how_to_continue: str = "") -> None:
-        """Says which other run has the same settings, and how to compare both or to continue that
-        one. After an update of the trainer, a job that starts once more would otherwise begin at
-        step 0 unnoticed."""
+        """Says which other run has the same settings, and how to compare the two or continue that
+        one. Otherwise, after an update of the trainer, a restarted job would begin at step 0
+        unnoticed."""
         relatives = self.folder.relatives()
         if not relatives:
             return
         path, step, names = relatives[0]
         code = f"a different {' and '.join(names)}" if names else "the same code"
         print(wrap(f"{path}, at step {step}, has the same settings and {code}. To compare "
-                   "both (one seed each):"))
+                   "the two (one seed each):"))
         print(shlex.join([sys.executable, str(ROOT / "examples/one_run.py"), str(self.path),
                           str(path)]))
         if how_to_continue:
@@ -132,15 +132,15 @@ class Logger:
             print(f"{how_to_continue} run.name={path.name}{accepted}")
 
     def _tell_of_same_gradient(self, grad_norm: float | None) -> None:
-        """Names a run of different code whose step 1 had the same gradient. Then an edit may be
-        without any effect, like a term of the loss that has no gradient."""
+        """Names a run of different code whose step 1 had the same gradient. An edit may then have
+        no effect, like a term of the loss that has no gradient."""
         for path, _, names in self.folder.relatives():
-            with suppress(OSError, ValueError):  # That run may be writing just now.
+            with suppress(OSError, ValueError):  # That run may be writing right now.
                 lines = (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
                 firsts = [entry for entry in map(json.loads, lines) if entry["step"] == 1]
                 others = [entry["grad_norm"] for entry in firsts if entry.get("grad_norm")]
                 if names and any(math.isclose(grad_norm or 0, x, rel_tol=1e-6) for x in others):
-                    print(wrap(f"grad_norm is that of {path} to six digits, so the edit hasn't "
+                    print(wrap(f"grad_norm equals {path}'s to six digits, so the edit hasn't "
                                "changed the gradient of step 1, or only its sign", "  "))
                     return
 
@@ -148,7 +148,7 @@ class Logger:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measures the seconds of a phase. Some errors come with advice."""
+        """Measures the seconds of a phase. Some errors get advice."""
         started = time.perf_counter()
         self.running = name
         try:
@@ -159,14 +159,14 @@ class Logger:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
     def progress(self, items: Sequence) -> Iterator:
-        """Yields the items, and shows how many of them the phase that is running has done."""
+        """Yields the items, and shows how many of them the running phase has done."""
         advance = self.counter(len(items))
         for item in items:
             yield item
             advance(1)
 
     def counter(self, total: int) -> Callable[[int], object]:
-        """Shows a bar for the phase that is running, on a terminal. Returns what moves it."""
+        """Shows a bar for the running phase, on a terminal. Returns a function that moves it."""
         self.bar.close()
         self.bar = tqdm(
             desc=self.running,
@@ -206,7 +206,7 @@ class Logger:
             self._draw_curves()
 
     def evaluation(self, step: int, metrics: dict[str, float], groups: list[list]) -> None:
-        """Rank 0 alone calls this, because it has the answers of all ranks."""
+        """Only rank 0 calls this, because it has the answers of all ranks."""
         self.seconds.clear()  # They belong to no step.
         self._keep(step, metrics)
         self._keep_samples(step, groups)
@@ -222,7 +222,7 @@ class Logger:
         """Says so, once, if saving takes more than a fifth of the time."""
         saving = seconds["seconds/save"]
         every = self.config.checkpoint.every
-        working = sum(seconds.values()) - saving  # in each step
+        working = sum(seconds.values()) - saving  # per step
         if saving / every > (working + saving / every) / 5 and not self.is_saving_told:
             self.is_saving_told = True
             print(wrap(f"a checkpoint took {saving:.1f} s, and the rest of the step "
@@ -274,7 +274,7 @@ class Logger:
         if summary["best"]["step"] == 0 < summary["steps"]:
             print("no evaluation was better than the one before training")
         where = f"is in {folder}" if folder.exists() else "is missing"
-        print(f"the best model, of step {summary['best']['step']}, {where}")
+        print(f"the best model, from step {summary['best']['step']}, {where}")
         look = [sys.executable, str(ROOT / "examples/one_run.py"), str(self.path)]
         print(f"look at it: {shlex.join(look)}")
         self._tell_of_relative()
@@ -293,7 +293,7 @@ class Logger:
     def _summary(self) -> dict[str, Any]:
         evaluations = self._evaluations()
         best = max(evaluations, key=quality)
-        if (self.path / "best" / "training.json").exists():  # It may be a worse one, if deleted.
+        if (self.path / "best" / "training.json").exists():  # It may be worse, if deleted.
             step = json.loads((self.path / "best" / "training.json").read_text())["step"]
             best = [entry for entry in evaluations if entry["step"] == step][-1]
         return {"run": self.path.name, "folder": str(self.path), "steps": self.history[-1]["step"],
@@ -306,7 +306,7 @@ class Logger:
         figure = Figure(figsize=(7.5, 4.6), layout="constrained")  # legible on a phone
         axes = figure.subplots(2, 3).flatten()
         curves = list(CURVES.items())
-        if self.config.training.learning_type == "distill":  # There, rewards are no signal.
+        if self.config.training.learning_type == "distill":  # There, rewards teach nothing.
             curves[-1] = ("kl", ("KL to the teacher", "nats"))
         for axis, (name, (title, unit)) in zip(axes, curves):
             axis.set_title(title.format(n=self.config.validation.best_of_n))
@@ -333,8 +333,8 @@ class Logger:
             axis.errorbar([entry["step"] for entry in entries], values, ends, **style)
 
     def _tell_mlflow(self, function: str, *arguments: Any, **named: Any) -> None:
-        """Has a function of MLflow called in a thread of its own, so that no server can hold up
-        training. Whatever fails there costs one line of warning, and the run continues."""
+        """Calls a function of MLflow in a separate thread, so that no server can hold up training.
+        If anything fails there, it costs one line of warning, and the run continues."""
         if self.mlflow and self.mlflow.is_alive():
             self.mlflow_calls.put((function, arguments, named))
 
@@ -344,7 +344,7 @@ class Logger:
         if self.mlflow:
             self.mlflow.join(SECONDS_TO_END_MLFLOW[status])
             if self.mlflow.is_alive():
-                print("warning: MLflow is slow to answer, and lacks the end of this run")
+                print("warning: MLflow is slow to answer, so it lacks the end of this run")
 
     def _serve_mlflow(self) -> None:
         try:
@@ -354,14 +354,14 @@ class Logger:
                 getattr(mlflow, function)(*arguments, **named)
         except Exception as error:  # noqa: BLE001, whatever it is, it must not reach training
             reason = f"{type(error).__name__}: {without_password(describe(error))}"
-            print(f"warning: MLflow failed ({reason}), and the run continues without it")
+            print(f"warning: MLflow failed ({reason}); the run continues without it")
 
     def _start_mlflow(self, mlflow: Any) -> None:
-        """Starts a run of MLflow. A run that is resumed continues in the same run there."""
-        # By default its client asks a dead server again for minutes.
+        """Starts a run of MLflow. A resumed run continues its own run there."""
+        # By default its client keeps asking a dead server for minutes.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-        for name in ("mlflow", "alembic"):  # They tell of every table that they make.
+        for name in ("mlflow", "alembic"):  # They report every table they create.
             logging.getLogger(name).setLevel(logging.WARNING)
         if not os.environ.get("MLFLOW_EXPERIMENT_ID"):
             mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "onefile-grpo"))
@@ -372,17 +372,17 @@ class Logger:
         where = mlflow.get_tracking_uri()
         print(f"MLflow: run {run.info.run_id} at {without_password(where)}")
         settings = flatten(self.config) | {"run.name": self.path.name}
-        new_keys = settings.keys() - run.data.params.keys()  # The others cannot be changed there.
+        new_keys = settings.keys() - run.data.params.keys()  # The others can't be changed there.
         mlflow.log_params({key: settings[key] for key in new_keys})
 
 
 # ---------------------------------------------------------------- lines
 
 def step_line(step: int, metrics: dict[str, float | None]) -> str:
-    """Returns what matters most of a step, in 79 columns. metrics.jsonl has the rest."""
+    """Returns what matters most about a step, in 79 columns. metrics.jsonl has the rest."""
     note = f"no signal {metrics['groups_without_signal']:.2f}"
     if metrics.get("kl") is not None and "teacher_lower" in metrics:
-        note = f"KL {metrics['kl']:.2g}"  # With a teacher, rewards are no signal.
+        note = f"KL {metrics['kl']:.2g}"  # With a teacher, rewards aren't the signal.
     if metrics["non_finite"]:
         note = "skipped: not finite"
     elif not metrics["updated"]:
@@ -428,11 +428,11 @@ def result_line(summary: dict[str, Any], best_of_n: int) -> str:
 
 
 def without_password(text: str) -> str:
-    return re.sub(r"//[^/@\s]*@", "//", text)  # As in http://user:password@server.
+    return re.sub(r"//[^/@\s]*@", "//", text)  # as in http://user:password@server
 
 
 def columns() -> int:
-    """Returns how many characters a line may have: 79 where the width is not known."""
+    """Returns how many characters fit in a line, or 79 if the width isn't known."""
     return shutil.get_terminal_size().columns - 1
 
 

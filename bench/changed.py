@@ -1,11 +1,11 @@
-"""main.py with changes of changes/, while the file itself stays as it is.
+"""Runs main.py with changes from changes/, while the file itself stays as it is.
 
     .venv/bin/python bench/changed.py
         lists all changes and mistakes
     .venv/bin/python bench/changed.py rloo --config recipes/lab.yaml
-        trains with a change, or with several, as `git apply` and main.py would
+        trains with one change or several, as `git apply` and main.py would
     .venv/bin/python bench/changed.py --again
-        makes all diffs again after an edit of main.py, and says which of them need a person"""
+        regenerates all diffs after an edit of main.py, and says which of them need a person"""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CHANGES = ROOT / "changes"
 FIRST_LINE = "diff --git "
-# So that nobody's own settings of git change what is written.
+# So that nobody's own git settings change what's written.
 SETTINGS = ["core.abbrev=12", "core.hooksPath=/dev/null", "diff.noprefix=false",
             "diff.mnemonicPrefix=false", "diff.interHunkContext=0",
             "diff.suppressBlankEmpty=false", "diff.algorithm=default"]
@@ -34,7 +34,7 @@ def all_changes() -> dict[str, Path]:
 
 
 def read(path: Path) -> tuple[str, str]:
-    """Returns what the file says, and its diff, which is empty where only keys are set."""
+    """Returns what the file says, and its diff, which is empty if it only sets keys."""
     head, mark, diff = path.read_text().partition(FIRST_LINE)
     return head, mark + diff
 
@@ -42,15 +42,15 @@ def read(path: Path) -> tuple[str, str]:
 def facts_of(path: Path) -> dict[str, str]:
     """Returns what the head says in lines like `keys: model.fast=false`."""
     head, _ = read(path)
-    lines = head.replace("\n         ", " ").splitlines()  # A long fact goes on below.
+    lines = head.replace("\n         ", " ").splitlines()  # A long fact continues below.
     facts = dict(line.split(": ", 1) for line in lines if ": " in line)
     return {name: fact.strip() for name, fact in facts.items()}
 
 
 @contextlib.contextmanager
 def tree_with(names: list[str]) -> Iterator[Path]:
-    """Makes a folder that has everything that is here, but main.py with these changes. All else
-    are links, so runs and models are where they were."""
+    """Makes a folder with everything that's here, but with these changes in main.py. Everything
+    else is a link, so runs and models are where they were."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
         for path in ROOT.iterdir():
@@ -60,17 +60,17 @@ def tree_with(names: list[str]) -> Iterator[Path]:
         for name in names:
             path = all_changes()[name]
             _, diff = read(path)
-            # Without a repository around it, git takes the paths as they are.
+            # With no repository around it, git takes the paths as they are.
             outside = os.environ | {"GIT_DIR": str(tree / "none")}
             if diff and subprocess.run(["git", "apply"], input=diff, text=True, cwd=tree,
                                        env=outside, check=False).returncode:
-                sys.exit(f"{path.relative_to(ROOT)} does not fit main.py, or what is applied "
+                sys.exit(f"{path.relative_to(ROOT)} does not fit main.py, or what was applied "
                          "before it")
         yield tree
 
 
 def command_with(ranks: int, words: list[str]) -> list[str]:
-    """Returns the command that has Python run this on as many ranks."""
+    """Returns the command that makes Python run this on this many ranks."""
     if ranks == 1:
         return [sys.executable, *words]
     return [sys.executable, "-m", "torch.distributed.run", "--standalone",
@@ -89,7 +89,7 @@ def train_with(names: list[str], keys: list[str]) -> int:
 
 
 def call(command: list[str]) -> int:
-    """Returns the exit code. Ctrl-C reaches the command too, which then ends by itself."""
+    """Returns the exit code. Ctrl-C reaches the command too, which then exits by itself."""
     with subprocess.Popen(command) as process:
         signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         while True:
@@ -100,8 +100,8 @@ def call(command: list[str]) -> int:
 # ---------------------------------------------------------------- after an edit of main.py
 
 def make_again() -> dict[str, str]:
-    """Makes each diff again for main.py as it is now. Returns {name: what is left for a
-    person}."""
+    """Regenerates each diff for the current main.py. Returns {name: what's left for a person to
+    do}."""
     to_do = {}
     with tempfile.TemporaryDirectory() as folder:
         own = os.environ | {"GIT_CEILING_DIRECTORIES": str(Path(folder).parent)}
@@ -111,7 +111,7 @@ def make_again() -> dict[str, str]:
             return subprocess.run(["git", *settings, *words], cwd=folder, input=stdin, text=True,
                                   capture_output=True, check=check, env=own)
 
-        # The clone has all versions of main.py, so git can merge three ways.
+        # The clone has every version of main.py, so git can merge three ways.
         git("clone", "--quiet", "--shared", str(ROOT), ".")
         shutil.copy(ROOT / "main.py", folder)
         git("-c", "user.name=-", "-c", "user.email=-", "commit", "--quiet", "--no-gpg-sign",
@@ -120,14 +120,14 @@ def make_again() -> dict[str, str]:
             head, diff = read(path)
             if not diff:
                 continue
-            for way in ("--3way", "-C0"):  # The second asks for no context, if there is none.
+            for way in ("--3way", "-C0"):  # The second one needs no context, in case there's none.
                 is_applied = git("apply", way, stdin=diff, check=False).returncode == 0
                 made = git("diff", "-U3", "--no-ext-diff", "--no-color", "HEAD").stdout
                 git("reset", "--hard", "--quiet")
                 if is_applied and what_changes(made) == what_changes(diff):
                     path.write_text(head + made)
                     if way == "-C0":
-                        to_do[name] = "is made again, but look whether it's in its place"
+                        to_do[name] = "was regenerated, but check that it's in the right place"
                     break
             else:
                 to_do[name] = "needs a person"
@@ -135,7 +135,7 @@ def make_again() -> dict[str, str]:
 
 
 def what_changes(diff: str) -> list[str]:
-    """Returns the lines that a diff adds and takes out, and the functions that they are in."""
+    """Returns the lines that a diff adds and removes, and the functions they're in."""
     found = []
     for line in diff.splitlines():
         if line.startswith("@@"):
@@ -150,7 +150,7 @@ def command(words: list[str]) -> int:
         to_do = make_again()
         for name, this in to_do.items():
             print(f"{all_changes()[name].relative_to(ROOT)} {this}")
-        print(f"{len(all_changes()) - len(to_do)} others fit main.py as it is now")
+        print(f"{len(all_changes()) - len(to_do)} others fit the current main.py")
         return bool("needs a person" in to_do.values())
     names = [word for word in words if word in all_changes()]
     if names:

@@ -1,19 +1,19 @@
-"""Claims about the algorithm, each put to the test in runs, and one picture of what matters most.
+"""Claims about the algorithm, each tested in runs, and a picture of what matters most.
 
     .venv/bin/python bench/experiments.py --show --data docs/experiments.json \
         --picture docs/experiments.png
         the tables and the picture of docs/experiments.md, from the runs in the file, in seconds
-        (with --data docs/teachers.json --seeds 0 --picture docs/teachers.png those of teachers,
-        and with changes.json and changing.png those of docs/changing.md)
+        (with --data docs/teachers.json --seeds 0 --picture docs/teachers.png the ones about
+        teachers, and with changes.json and changing.png the ones in docs/changing.md)
     .venv/bin/python bench/experiments.py --run "Dr. GRPO, G = 8" --run "G = 2" --seeds 0
-        these runs, in minutes; a run in the file of --data is not repeated
+        these runs, in minutes; runs already in the --data file aren't repeated
     .venv/bin/python bench/experiments.py
         all runs, in hours
 
 A claim says which of two runs has more of something at the last evaluation. Its effect is the mean
-difference over seeds. The verdict stands on the wider of two 95 % intervals, that between seeds
-and that between questions. Both runs of a seed get the same questions in the same order. Each run
-is one process, which takes the questions of two ranks."""
+difference over seeds. The verdict uses the wider of two 95 % intervals, one between seeds and one
+between questions. Both runs of a seed get the same questions in the same order. Each run is one
+process, which takes the questions of two ranks."""
 
 import argparse
 import json
@@ -55,13 +55,13 @@ USUAL = {PROGRAM: ["main.py"], CONFIG: "recipes/lab.yaml", QUESTIONS: 16}
 ON_TINY = {CONFIG: "config.yaml", "training.max_steps": 100}
 FOUR_UPDATES = {"training.updates_per_batch": 4, "training.learning_rate": "1.0e-4",
                 "training.max_steps": 30}
-# A part with weight 0.0 pays nothing, but is measured. A part that is left out is not measured.
+# A part with weight 0.0 earns nothing, but is measured. A part that's left out isn't measured.
 NO_FORMAT = {"task.reward_weights": "{answer: 1.0, format: 0.0}"}
 
 # `record_of` fills in where the teacher is.
 DISTILL = {"training.learning_type": "distill", TEACHER: LAB_TEACHER}
 
-# {run: its keys, which override the usual ones, for all ranks together}
+# {run: its keys, for all ranks together, which override the usual ones}
 RUNS: dict[str, dict] = {
     DEFAULT: {},
     "G = 2": {QUESTIONS: 64, GROUP: "[2,2]"},
@@ -98,7 +98,7 @@ RUNS |= {
 }
 CHANGES = sorted(path.stem for path in (ROOT / "changes").glob("*.diff"))
 RUNS |= {name: {PROGRAM: ["bench/changed.py", name]} for name in CHANGES}
-# With 256 tokens, two turns would be longer than what the lab model can read.
+# With 256 tokens, two turns would be longer than the lab model can read.
 RUNS["two-turns"] |= {"training.max_new_gen_tokens": 192}
 TINY_CHANGED = "tiny model, weak positives"
 RUNS[TINY_CHANGED] = ON_TINY | RUNS["weak-positives"]
@@ -107,7 +107,7 @@ RUNS[TINY_CHANGED] = ON_TINY | RUNS["weak-positives"]
 
 SOLVED, HARDEST = "solved", "solved of the hardest"
 WRONG, ENTROPY = "characters of wrong answers", "entropy"
-# Those that an evaluation measures, and what it calls them.
+# The ones that an evaluation measures, and what it calls them.
 METRICS = {"step": "step", SOLVED: "eval/solved", "answer length": "eval/completion_length",
            "truncated": "eval/truncated", "format": "eval/reward/format"}
 
@@ -115,7 +115,7 @@ METRICS = {"step": "step", SOLVED: "eval/solved", "answer length": "eval/complet
 @dataclass(frozen=True)
 class Claim:
     says: str
-    paper: str  # which makes the claim, or gives the reason for it
+    paper: str  # that makes the claim, or gives the reason for it
     metric: str
     more: str  # which run has more of the metric, if the claim is right
     less: str
@@ -176,9 +176,9 @@ def title_of(run: str, seed: int, options: argparse.Namespace) -> str:
 
 
 def record_of(run: str, seed: int, options: argparse.Namespace) -> dict:
-    """Returns what the run's evaluations measured. A run that was stopped resumes."""
+    """Returns what the run's evaluations measured. An interrupted run resumes."""
     keys = USUAL | RUNS[run]
-    if TEACHER in keys:  # It's named by its run, and has learned with seed 0.
+    if TEACHER in keys:  # The keys name its run, which learned with seed 0.
         keys[TEACHER] = f"{options.out}/{folder_of(keys[TEACHER], 0)}/best"
     words = [*keys.pop(PROGRAM), "--config", keys.pop(CONFIG)]
     words += [f"{key}={value}" for key, value in keys.items()]
@@ -216,7 +216,7 @@ def samples_of(folder: Path) -> dict[int, dict[int, list[dict]]]:
 
 def of_evaluation(entry: dict, samples: dict[int, list[dict]], entropies: list[float]) -> dict:
     """Returns its metrics, the mean entropy of the steps before it, the mean number of characters
-    of wrong answers, and a digit for each question, which is the number of its right answers."""
+    in wrong answers, and a digit for each question: the number of its right answers."""
     wrong = []
     right = ""
     for answers in samples.values():
@@ -230,12 +230,12 @@ def of_evaluation(entry: dict, samples: dict[int, list[dict]], entropies: list[f
 
 
 def shares_of(record: dict) -> list[float]:
-    """Returns the share of right answers to each question, in the end."""
+    """Returns the final share of right answers to each question."""
     return [int(right) / record["answers"] for right in record["curve"][-1]["right"]]
 
 
 def hardest_of(record: dict) -> list[int]:
-    """Returns the places of the questions none of whose answers were right before training."""
+    """Returns the places of the questions that had no right answer before training."""
     return [i for i, right in enumerate(record["curve"][0]["right"]) if right == "0"]
 
 
@@ -259,7 +259,7 @@ class Effect:
     more: float  # mean over seeds
     less: float
     seeds: float             # half of the 95 % interval between seeds
-    questions: float | None  # and of that between questions
+    questions: float | None  # and of the one between questions
 
     @property
     def difference(self) -> float:
@@ -277,8 +277,8 @@ class Effect:
 
 
 def effect_of(claim: Claim, known: dict, options: argparse.Namespace) -> Effect:
-    """Returns what came of the claim. Only shares have an interval between questions, where the
-    records count the right answers to each."""
+    """Returns what came of the claim. There's an interval between questions only for shares whose
+    records count the right answers to each question."""
     pairs = []
     for seed in options.seeds:
         more = known[title_of(claim.more, seed, options)]
@@ -324,7 +324,7 @@ UNITS = {SOLVED: "", HARDEST: " of the hardest", WRONG: " characters", ENTROPY: 
 
 
 def show_runs(chosen: list[str], known: dict, options: argparse.Namespace) -> None:
-    """Prints means over seeds, and for each model a row of what it is before training."""
+    """Prints means over seeds, and for each model a row from before training."""
     print(f"| run | solved | {' | '.join(OTHERS)} | minutes |\n"
           f"|{' --- |' * (len(OTHERS) + 3)}")
     for run in chosen:
@@ -395,8 +395,8 @@ PANELS = {
 
 
 def draw(chosen: list[str], known: dict, options: argparse.Namespace) -> None:
-    """Draws the share solved by the chosen runs, in a panel for each entry of PANELS whose runs are
-    all chosen."""
+    """Draws the share solved by the chosen runs, in one panel for each entry of PANELS whose runs
+    were all chosen."""
     panels = [(title, runs) for title, runs in PANELS.items() if set(runs) <= set(chosen)]
     figure = Figure(figsize=(6, 2 * max(1, len(panels)) + 0.4), layout="constrained")
     all_axes = figure.subplots(max(1, len(panels)), 1, squeeze=False)[:, 0]
@@ -437,7 +437,7 @@ def command(arguments: list[str]) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", default="runs/experiments", help="folder of the runs")
     parser.add_argument("--data", type=Path, default=ROOT / "runs" / "experiments.json")
-    parser.add_argument("--show", action="store_true", help="run nothing, show what --data has")
+    parser.add_argument("--show", action="store_true", help="run nothing, only show --data")
     parser.add_argument("--picture", type=Path, help="where the curves are drawn")
     parser.add_argument("keys", nargs="*", help="section.key=value, for every run")
     options = parser.parse_intermixed_args(arguments)

@@ -1,12 +1,12 @@
 """Measures on the first GPU what we most need to know: is it right, and does 3 B fit?
 
-    .venv/bin/python bench/gpu.py                  all parts, the ones that tell most first
+    .venv/bin/python bench/gpu.py                  all parts, the most informative ones first
     .venv/bin/python bench/gpu.py attention fits   these parts
     .venv/bin/python bench/gpu.py --small          a rehearsal of all parts on a CPU
 
-Each part is a process of its own, whose time is limited. So a part that fails, hangs or breaks CUDA
-does not stop the next one. It prints its figures as it finds them, one JSON object a line. It fails
-where an assertion about them fails."""
+Each part is a separate process with a time limit. So a part that fails, hangs or breaks CUDA
+doesn't stop the next one. It prints its figures as it finds them, one JSON object per line, and
+fails if an assertion about them fails."""
 
 import argparse
 import contextlib
@@ -53,13 +53,13 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def start(*arguments: str) -> subprocess.Popen:
-    """Runs Python in a process of its own. All that it prints comes through one pipe."""
+    """Runs Python in a separate process. Everything it prints comes through one pipe."""
     return subprocess.Popen([sys.executable, *arguments], cwd=ROOT, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def limit_memory(num_bytes: int) -> None:
-    """Lets this process have no more of the GPU's memory."""
+    """Allows this process no more of the GPU's memory than this."""
     if CUDA:
         total = torch.cuda.get_device_properties(DEVICE).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total))
@@ -90,17 +90,17 @@ def attention(small: bool) -> None:
         gradient_error = relative_error(gradient, expected_gradient)
         report(T=T, output_error=output_error, gradient_error=gradient_error)
         assert found.isfinite().all()
-        assert output_error < 0.02 and gradient_error < 0.03  # A nan is not below.
+        assert output_error < 0.02 and gradient_error < 0.03  # A nan isn't below.
 
 
 def inputs_of_attention(T: int) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
     """Returns query, key and value, (rows, heads, T, width), the mask, (rows, 1, queries, keys),
-    and which places are no padding, (rows, T). Rows are padded on the left, as prompts are. So
+    and which places aren't padding, (rows, T). Rows are padded on the left, as prompts are, so
     their first queries see nothing."""
     inputs = []
     for heads in (HEADS, 2, 2):
         inputs.append(torch.randn(ROWS, heads, T, WIDTH, device=DEVICE).bfloat16())
-    # In every other row scores are about -100. A logsumexp below -88 is what nan has come from.
+    # In every other row scores are about -100. A logsumexp below -88 is where nan came from.
     scale = (100 / math.sqrt(WIDTH)) ** 0.5
     inputs[0][::2] += scale
     inputs[1][::2] -= scale
@@ -114,7 +114,7 @@ def inputs_of_attention(T: int) -> tuple[list[torch.Tensor], torch.Tensor, torch
 def attend(
     inputs: list[torch.Tensor], mask: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Calls attention as models of transformers do. Returns its output, (rows, T, heads, width),
+    """Calls attention the way transformers models do. Returns its output, (rows, T, heads, width),
     and the gradient of its inputs."""
     query, key, value = [tensor.to(dtype, copy=True).requires_grad_() for tensor in inputs]
     module = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1], is_causal=True)
@@ -125,7 +125,7 @@ def attend(
 
 
 def gradient(small: bool) -> None:
-    """Compares the gradient of one batch with that of the CPU in float32."""
+    """Compares the gradient of one batch with the CPU's in float32."""
     N, G, L = (2, 4, 48) if small else (4, 8, 192)
     keys = ["training.max_grad_norm=null", FEW_ROWS, *batch(N, G, L)]
     run = make_run(["model.precision=float32", *keys])
@@ -154,7 +154,7 @@ def gradient_of(
 
 
 def learning(small: bool) -> None:
-    """Takes some steps of the default, in mixed precision."""
+    """Takes a few steps of the default, in mixed precision."""
     num_steps = 2 if small else 20
     keys = ["model.precision=mixed", "data.num_validation=64"]
     if small:
@@ -176,8 +176,8 @@ def learning(small: bool) -> None:
 
 
 def resuming(small: bool) -> None:
-    """Kills a run after step 4, and resumes it. It ends like one that was never killed, which has
-    run under torchrun."""
+    """Kills a run after step 4 and resumes it. It ends like one that was never killed and ran under
+    torchrun."""
     keys = ["training.max_steps=10", "data.num_validation=32", "validation.every=3"]
     if small:
         keys += [*batch(2, 4, 32), FEW_ROWS, "data.num_validation=4", "training.max_steps=6"]
@@ -198,7 +198,7 @@ def resuming(small: bool) -> None:
     found = json.loads(output.splitlines()[-1])["last"]
     expected = json.loads(output_of_whole.splitlines()[-1])["last"]
     report(reward=found["eval/reward"], reward_of_whole=expected["eval/reward"])
-    # On a GPU sums are in no fixed order, so after some tokens answers take other ways.
+    # On a GPU, sums are in no fixed order, so after some tokens answers diverge.
     is_near = abs(found["eval/reward"] - expected["eval/reward"]) < 0.25
     assert is_near if CUDA else found == expected
 
@@ -206,7 +206,7 @@ def resuming(small: bool) -> None:
 # ---------------------------------------------------------------- memory
 
 def shortage(small: bool) -> None:
-    """Runs out of memory while sampling, and while learning. Each run ends in one line."""
+    """Runs out of memory while sampling and while learning. Each run ends in one line."""
     for phase, N, remedy in (("sample", 64, "lower sampling.max_rows"),
                              ("learn", 16, "lower training.tokens_per_micro_batch")):
         with tempfile.TemporaryDirectory() as folder:
@@ -222,7 +222,7 @@ def shortage(small: bool) -> None:
 
 
 def starve(phase: str, keys: list[str]) -> None:
-    """Runs main.py, which has next to no memory left from where a step comes to that phase."""
+    """Runs main.py with next to no memory left once a step reaches that phase."""
     name = "questions" if phase == "sample" else "split_into_micro_batches"
     original = getattr(main, name)
 
@@ -243,8 +243,8 @@ def starve(phase: str, keys: list[str]) -> None:
 
 def fits(small: bool) -> None:
     """Takes a step of recipes/qwen2.5-3b-grpo.yaml with random weights of that shape. All answers
-    reach the length limit, which is as much memory as a step can take."""
-    limit_memory(80 * 2**30)  # as on a GPU of "80 GB"
+    reach the length limit, which is the most memory that a step can take."""
+    limit_memory(80 * 2**30)  # as on an "80 GB" GPU
     keys = ["model.precision=mixed", "data.dataset=tiny/countdown.parquet", FEW_ROWS]
     if small:
         keys += ["model.device=null", "sampling.max_rows=2", *batch(2, 2, 16)]
@@ -259,11 +259,11 @@ def fits(small: bool) -> None:
 
 PARTS = {part.__name__: part for part in (
     machine, attention, gradient, learning, resuming, shortage, fits)}
-SECONDS = {"learning": 120, "resuming": 120, "shortage": 120, "fits": 400}  # Others have 60.
+SECONDS = {"learning": 120, "resuming": 120, "shortage": 120, "fits": 400}  # The others have 60.
 
 
 def run_part(name: str, seconds: float, command: list[str]) -> bool:
-    """Runs a part in a process of its own. Returns whether it has passed."""
+    """Runs a part in a separate process. Returns whether it passed."""
     started = time.monotonic()
     process = subprocess.Popen(command, start_new_session=True)
     passed = False
@@ -272,7 +272,7 @@ def run_part(name: str, seconds: float, command: list[str]) -> bool:
     except subprocess.TimeoutExpired:
         pass
     finally:
-        # It may have started other processes, which are of the same group.
+        # It may have started other processes, which belong to the same group.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -284,15 +284,15 @@ def run_part(name: str, seconds: float, command: list[str]) -> bool:
 def call(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all, if you name none")
-    parser.add_argument("--small", action="store_true", help="tiny sizes, as a CPU can do them")
+    parser.add_argument("--small", action="store_true", help="tiny sizes that a CPU can manage")
     options = parser.parse_args(arguments)
     if not (CUDA or options.small):
-        parser.error("there is no GPU here; --small rehearses on a CPU")
-    # Else a call that is told to stop would leave its part behind.
+        parser.error("there is no GPU here; add --small for a rehearsal on a CPU")
+    # Otherwise a call that is told to stop would leave its part running.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     os.environ["HF_HUB_OFFLINE"] = "1"
     if options.small:
-        os.environ["OMP_NUM_THREADS"] = "1"  # Threads do not help models this small.
+        os.environ["OMP_NUM_THREADS"] = "1"  # Threads don't help models this small.
     failed = []
     for name in options.parts or PARTS:
         command = [sys.executable, __file__, "--part", name, *["--small"] * options.small]

@@ -1,8 +1,8 @@
 """The gradient of a run's batches, and the angle between two of them.
 
 A gradient is kept as a sketch: random signs in 4,096 buckets, which changes a cosine by about 0.02.
-Noise must not count as signal. So squared lengths and products are means over pairs of *different*
-batches. Intervals of 95 % come from leaving out one batch after the other (a jackknife)."""
+Noise must not count as signal, so squared lengths and products are means over pairs of *different*
+batches. The 95 % intervals come from leaving out one batch at a time (a jackknife)."""
 
 import math
 from collections.abc import Callable
@@ -15,11 +15,11 @@ BATCHES = 32
 # The figures of a gradient. Both cosines are with the right gradient, the mean of many batches.
 OF_BATCH = "cosine of one batch"
 OF_MEAN = "cosine of many batches"
-LOST = [None, None]  # A figure of which only noise is known.
+LOST = [None, None]  # a figure of which we only know noise
 
 
 class Keep:
-    """Takes the place of the optimizer. It keeps each batch's gradient, and no weight moves."""
+    """Replaces the optimizer. It keeps each batch's gradient, and no weight moves."""
 
     def __init__(self, model: torch.nn.Module):
         self.parameters = [each for each in model.parameters() if each.requires_grad]
@@ -38,7 +38,7 @@ class Keep:
 
 
 def gradients_of(run, training_step: Callable) -> torch.Tensor:
-    """Returns the sketches of batches, (BATCHES, BUCKETS), of 0 where nothing was learned."""
+    """Returns the sketches of batches, (BATCHES, BUCKETS), with 0 where nothing was learned."""
     run.optimizer = Keep(run.model)
     kept = run.optimizer.sketches
     while len(kept) < BATCHES:
@@ -69,7 +69,7 @@ def cosine_of_batch(gradients: torch.Tensor, right: torch.Tensor) -> float:
 
 
 def leave_one_out(figure_of: Callable[..., float], *tensors: torch.Tensor) -> list[float]:
-    """Returns a figure from all batches, and then from all but each one."""
+    """Returns a figure from all batches, and then from all but each one in turn."""
     values = [figure_of(*tensors)]
     num_batches = len(tensors[0])
     for i in range(num_batches):
@@ -79,13 +79,13 @@ def leave_one_out(figure_of: Callable[..., float], *tensors: torch.Tensor) -> li
 
 
 def half_interval(values: list[float]) -> float:
-    """Returns half of the 95 % interval of a figure that `leave_one_out` has made."""
+    """Returns half of the 95 % interval of a figure that `leave_one_out` computed."""
     variance = (len(values) - 2) * pvariance(values[1:])
     return 1.96 * math.sqrt(variance)
 
 
 def is_lost(gradients: torch.Tensor) -> bool:
-    """Says whether the interval of the squared length reaches 0."""
+    """Whether the interval of the squared length reaches 0."""
     lengths = leave_one_out(product, gradients, gradients)
     return lengths[0] <= half_interval(lengths)
 

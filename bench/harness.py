@@ -1,5 +1,5 @@
 """What the measurements share: a run of main.py without its folder, models of known shapes with
-random weights, and the peak of memory."""
+random weights, and the peak memory."""
 
 import contextlib
 import json
@@ -41,7 +41,7 @@ NEVER = 10**9  # No run gets to this step.
 
 
 class NoFolder:
-    """Takes the place of runs.RunFolder. There is nothing to resume from."""
+    """Replaces runs.RunFolder. There's nothing to resume from."""
 
     def check_data(self, *compared: Any) -> None:
         pass
@@ -51,8 +51,8 @@ class NoFolder:
 
 
 class SilentLog:
-    """Takes the place of logger.Logger. It prints and writes nothing, and keeps the metrics of the
-    last step."""
+    """Replaces logger.Logger. It prints and writes nothing, and keeps the metrics of the last step.
+    """
 
     def __init__(self):
         self.seconds = {}
@@ -75,8 +75,8 @@ class SilentLog:
 
 
 def model_of_shape(shape: str):
-    """Returns what takes the place of main.load_model: random weights, and the tiny model's
-    tokenizer. Such a model hardly ever samples one of the tokenizer's 274 tokens."""
+    """Returns a replacement for main.load_model: random weights, and the tiny model's tokenizer.
+    Such a model rarely samples one of the tokenizer's 274 tokens."""
     def load_model(config):
         tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "tiny" / "model")
         model_config = transformers.Qwen2Config(
@@ -94,7 +94,7 @@ def model_of_shape(shape: str):
 
 
 def random_rewards(run: main.Run, groups: list[list[main.Trajectory]]) -> None:
-    """Takes the place of main.score. Every group has a signal, so every answer is learned from."""
+    """Replaces main.score. Every group has a signal, so every answer is learned from."""
     stream = random.Random(0)
     for group in groups:
         for answer in group:
@@ -110,10 +110,10 @@ def prepare(config: Config) -> main.Run:
 
 
 def make_run(arguments: list[str], shape: str | None = None) -> main.Run:
-    """Returns what main.main would train, but it never evaluates. With a `shape` it has random
-    weights and random rewards."""
+    """Returns what main.main would train, except that it never evaluates. With a `shape` it has
+    random weights and random rewards."""
     config = load_config(arguments)
-    # `training_step` would evaluate at these steps, and evaluations are not measured.
+    # `training_step` would evaluate at these steps, and evaluations aren't measured.
     config = config.model_copy(update={
         "training": config.training.model_copy(update={"max_steps": NEVER}),
         "validation": config.validation.model_copy(update={"every": NEVER})})
@@ -125,8 +125,8 @@ def make_run(arguments: list[str], shape: str | None = None) -> main.Run:
 
 
 def never_stop(run: main.Run) -> None:
-    """Lets all answers reach the length limit."""
-    run.stop_ids = [10**9]  # There is no such token.
+    """Makes all answers reach the length limit."""
+    run.stop_ids = [10**9]  # There's no such token.
 
 
 def synchronise() -> None:
@@ -141,7 +141,7 @@ def say(text: str) -> None:
 
 
 def finish(result: dict) -> None:
-    """Prints the last line, one JSON object, and ends the process as main.py does."""
+    """Prints the last line, one JSON object, and exits as main.py does."""
     say(json.dumps(result))
     leave_group()
     end_process(0)
@@ -151,8 +151,8 @@ def finish(result: dict) -> None:
 
 def peak_memory() -> dict[str, float]:
     """Returns this rank's peak in GB since the last call. On a GPU this is what its tensors held,
-    and what the allocator reserved for them. On a CPU it is the peak of the whole process, as Linux
-    tells it."""
+    and what the allocator reserved for them. On a CPU it's the peak of the whole process, as Linux
+    reports it."""
     if DEVICE.type == "cuda":
         peaks = {
             "memory_gb": torch.cuda.max_memory_allocated() / 1e9,

@@ -1,4 +1,4 @@
-"""What takes long is kept as it ends, one line each in a JSON file, and not run again."""
+"""What takes long is kept as soon as it ends, one line each in a JSON file, and isn't run again."""
 
 import json
 from collections.abc import Callable
@@ -13,7 +13,7 @@ def read(path: Path) -> dict:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """Returns the objects of a file that has one in each line."""
+    """Returns the objects of a file that has one per line."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -31,7 +31,8 @@ def keep(path: Path, title: str, found: dict) -> None:
 
 
 def run_missing(path: Path, wanted: dict, work: Callable) -> dict:
-    """Does `work` on the wanted values whose title is not in the file. Returns all there is."""
+    """Does `work` on the wanted values whose titles aren't in the file. Returns everything in it.
+    """
     known = read(path)
     missing = []
     for title in wanted:

@@ -1,13 +1,13 @@
-"""What mistakes cost. Each is a diff of main.py in changes/mistakes/.
+"""What mistakes cost. Each one is a diff of main.py in changes/mistakes/.
 
     .venv/bin/python bench/changed.py mistakes/no-mean --config recipes/lab.yaml
-        trains with a mistake. With mistakes/past-the-checks behind it, no check refuses it
+        trains with a mistake. If you add mistakes/past-the-checks, no check refuses it
     .venv/bin/python bench/mistakes.py --guess
-        trains the lab model with one that it does not name, and tells at the end which it was
+        trains the lab model with one that it doesn't name, and says at the end which it was
     .venv/bin/python bench/mistakes.py --table
         the table and the picture of docs/mistakes.md, from docs/mistakes.json
     .venv/bin/python bench/mistakes.py --measure no-mean stale
-        measures them, in hours (all that are missing in the file, if you name none)"""
+        measures them, in hours (all that the file lacks, if you name none)"""
 
 import argparse
 import contextlib
@@ -25,7 +25,7 @@ from typing import Any
 import changed
 
 ROOT = Path(__file__).resolve().parent.parent
-QUESTIONS = 16  # in a step, of all ranks
+QUESTIONS = 16  # per step, for all ranks together
 LAB = ["--config", "recipes/lab.yaml", f"training.num_samples_per_step={QUESTIONS}"]
 PREFIX = "mistakes/"
 PAST_THE_CHECKS = PREFIX + "past-the-checks"
@@ -34,7 +34,7 @@ PAST_THE_CHECKS = PREFIX + "past-the-checks"
 @dataclass(frozen=True)
 class Mistake:
     facts: dict[str, str]
-    has_code: bool  # Without, it's a setting.
+    has_code: bool  # Otherwise it's a setting.
 
     @property
     def keys(self) -> list[str]:
@@ -49,17 +49,17 @@ MISTAKES = {"default": Mistake({"fault": "none"}, has_code=False)}
 for path in sorted((changed.CHANGES / PREFIX).glob("*.diff")):
     MISTAKES[path.stem] = Mistake(changed.facts_of(path), has_code=bool(changed.read(path)[1]))
 MEASURED = [name for name, mistake in MISTAKES.items() if "expected" in mistake.facts]
-COMPARED = ["std", "hot"]  # They are no mistakes.
+COMPARED = ["std", "hot"]  # They aren't mistakes.
 
 
 def tree_past_the_checks(name: str) -> contextlib.AbstractContextManager[Path]:
-    """Makes a folder with the mistake, in which no check ends the run."""
+    """Makes a folder with the mistake, where no check ends the run."""
     mistake = [] if name == "default" else [PREFIX + name]
     return changed.tree_with([*mistake, PAST_THE_CHECKS])
 
 
 def import_main(tree: str) -> Any:
-    """Imports main.py of this folder, here and for everything that is imported later."""
+    """Imports this folder's main.py, here and for everything imported later."""
     sys.path.insert(0, tree)
     import main
     assert Path(main.__file__).parent == Path(tree), "main.py without the mistake would be measured"
@@ -73,11 +73,11 @@ def guess(arguments: list[str]) -> int:
     hidden = ["default"]
     for row in rows_of(json.loads(DATA.read_text())):
         mistake = MISTAKES[row.name]
-        # Without a line of code it would stand in config.yaml. Some show on several ranks alone.
+        # A mistake without code would be visible in config.yaml. Some only show on several ranks.
         if row.costs in COLOURS and mistake.has_code and mistake.ranks == 1:
             hidden.append(row.name)
     name = random.choice(hidden)
-    folder = f"guess-{random.randrange(10**6)}"  # Its name may not tell which mistake it was.
+    folder = f"guess-{random.randrange(10**6)}"  # The name must not reveal the mistake.
     keys = [*LAB, f"run.name={folder}", *arguments, *MISTAKES[name].keys]
     with tree_past_the_checks(name) as tree:
         code = changed.call([sys.executable, str(tree / "main.py"), *keys])
@@ -88,7 +88,7 @@ def guess(arguments: list[str]) -> int:
 
 # ---------------------------------------------------------------- a run
 
-# Some train on answers that are sampled in one of these ways. The default is evaluated in each.
+# Some train on answers sampled in one of these ways. The default is evaluated in each of them.
 WAYS = [
     {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
     {"temperature": 0.7},
@@ -99,8 +99,8 @@ AS_DEFAULT = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
 
 
 def run_measured(tree: str, name: str, arguments: list[str]) -> None:
-    """Trains, and evaluates as the default samples. In the end it evaluates as this one samples,
-    too, which is written down as if it were the step after the last."""
+    """Trains, and evaluates with the default's sampling. At the end it also evaluates with its own
+    sampling, and records that as if it were the step after the last."""
     main = import_main(tree)
     plain_evaluate, plain_train = main.evaluate, main.train
 
@@ -146,8 +146,8 @@ STEPS = 60
 OPTIONS = argparse.Namespace(keys=[], out="runs/mistakes", seeds=[0, 1, 2])
 BEFORE, AFTER = "before training", "after 20 steps"
 MODELS = {BEFORE: ROOT / "tiny" / "lab" / "model", AFTER: RUNS / "lab-20" / "best"}
-# These show only while weights move, but while a gradient is measured, they stand still. And `hot`
-# is only compared.
+# These only show while weights move, but while a gradient is measured, the weights stay put. And
+# `hot` is only compared.
 NO_GRADIENT = ("stale", "staler", "slow", "bfloat16-slow", "forgetful", "hot")
 
 
@@ -176,7 +176,7 @@ def gradient_figures(name: str, model: str) -> dict:
 
 
 def sketches_of(name: str, model: str):
-    """Returns the sketches of its batches, (batches, buckets). They are made once."""
+    """Returns the sketches of its batches, (batches, buckets). They're only made once."""
     import torch
 
     path = RUNS / f"{name} {model}.pt"
@@ -226,18 +226,18 @@ def measure_missing(names: list[str]) -> None:
 class Row:
     name: str
     effect: Any  # experiments.Effect: the mistake less the default
-    ends: list[float]  # what each seed has solved
+    ends: list[float]  # what each seed solves in the end
     costs: str
     cosines: list[list | None]  # of the expected gradient, with half of its interval
 
 
 def solved(name: str, place: int, known: dict) -> list[float]:
-    """Returns what was solved at this place of the curve, with each seed."""
+    """Returns what was solved at this place of the curve, for each seed."""
     return [known[f"{name} seed {seed}"]["curve"][place]["solved"] for seed in OPTIONS.seeds]
 
 
 def rows_of(known: dict) -> list[Row]:
-    """Returns a row for each mistake, those that cost most first."""
+    """Returns a row for each mistake, the costliest first."""
     import experiments
 
     before = fmean(solved("default", 0, known))
@@ -253,7 +253,7 @@ def rows_of(known: dict) -> list[Row]:
 
 
 def cost_of(effect, before: float) -> str:
-    """Returns what the mistake costs. It costs everything if not a quarter of the gain is left."""
+    """Returns what the mistake costs: everything, if not even a quarter of the gain is left."""
     if effect.verdict == "could be chance":
         return "could be chance"
     if effect.verdict == "holds":
@@ -284,7 +284,7 @@ def show_table(rows: list[Row]) -> None:
         if "expected" in facts:
             num_expected += 1
             num_right += facts["expected"] == row.costs
-    print(f"\nBefore the runs we had guessed the cost of {num_right} of {num_expected} rightly.")
+    print(f"\nBefore the runs we had guessed {num_right} of {num_expected} costs right.")
 
 
 def as_text(cosine: list | None) -> str:
@@ -295,8 +295,8 @@ def as_text(cosine: list | None) -> str:
 
 
 def show_as_sampled(known: dict) -> None:
-    """Prints how runs end, evaluated as training has sampled, and the default beside them."""
-    print("| run | sampled with | solved | the default, sampled so |\n|" + " --- |" * 4)
+    """Prints how runs end, evaluated the way training sampled, next to the default."""
+    print("| run | sampled with | solved | the default, sampled the same way |\n|" + " --- |" * 4)
     for name, way in WAY_OF.items():
         own = [known[f"{name} seed {seed}"]["as sampled"][0] for seed in OPTIONS.seeds]
         default = [known[f"default seed {seed}"]["as sampled"][way] for seed in OPTIONS.seeds]
@@ -309,7 +309,7 @@ GREY = "#525252"  # of the others
 
 
 def draw(rows: list[Row], known: dict, path: Path) -> None:
-    """Draws what each mistake leaves of a run, a circle for each seed."""
+    """Draws what each mistake leaves of a run, with a circle for each seed."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 0.34 * len(rows) + 1.2), layout="constrained")

@@ -6,9 +6,9 @@
     .venv/bin/python bench/real_models.py draw
 
 `train` trains one of three recipes with a seed. `transfer` asks the result of recipe a, and the
-model before training, what was not trained. All that was measured is kept in docs/real_models.json,
-and not measured again. `tables` prints it as Markdown, and `draw` makes docs/real_models.png of
-it."""
+model before training, questions that weren't trained on. Everything measured is kept in
+docs/real_models.json, and isn't measured again. `tables` prints it as Markdown, and `draw` turns it
+into docs/real_models.png."""
 
 import argparse
 import shutil
@@ -34,7 +34,7 @@ TITLES = {
     "b": "SmolLM2-135M,\nadapters,\nsums of two numbers",
     "c": "Qwen2.5-Coder-0.5B,\nadapters,\nsums of three numbers",
 }
-# {what is asked before and after training on sums of two numbers: the task, and its questions}
+# {what we ask before and after training on sums of two numbers: the task, and its questions}
 ASKED = {
     "sums of two numbers (trained)": ("arithmetic", "numbers=2 low=10 high=99 signs=+"),
     "sums of three numbers": ("arithmetic", "numbers=3 low=10 high=99 signs=+"),
@@ -57,8 +57,8 @@ CURVES = ["reward", "entropy", "completion_length", "groups_without_signal", "se
 # ---------------------------------------------------------------- runs
 
 def run_main(folder: Path, keys: list[str]) -> list[float]:
-    """Runs main.py with two ranks. Returns after how many minutes each evaluation was there, and
-    the end."""
+    """Runs main.py with two ranks. Returns after how many minutes each evaluation arrived, and the
+    run ended."""
     torchrun = Path(sys.executable).parent / "torchrun"
     command = [torchrun, "--nproc-per-node=2", "main.py", *keys, f"run.dir={RUNS}",
                f"run.name={folder.name}"]
@@ -70,7 +70,7 @@ def run_main(folder: Path, keys: list[str]) -> list[float]:
             if line.startswith("evaluation at step"):
                 minutes.append(round((time.monotonic() - started) / 60, 2))
     if process.returncode:
-        sys.exit(f"error: {folder.name} ended with {process.returncode}")
+        sys.exit(f"error: {folder.name} ended with exit code {process.returncode}")
     minutes.append(round((time.monotonic() - started) / 60, 2))
     return minutes
 
@@ -93,7 +93,7 @@ def train(options: argparse.Namespace) -> None:
         return
     folder = ROOT / RUNS / f"{options.recipe}-{options.seed}"
     if folder.exists():
-        sys.exit(f"error: {folder} is there. A run that resumes has no times: remove the folder")
+        sys.exit(f"error: {folder} exists, and a resumed run has no times: remove the folder")
     recipe = RECIPES[options.recipe]
     keys = ["--config", recipe, f"training.seed={options.seed}", *options.keys]
     weights = "as published"
@@ -108,7 +108,7 @@ def train(options: argparse.Namespace) -> None:
 
 
 def curves_of(folder: Path, minutes: list[float]) -> dict:
-    """Returns what a run measured, with the seconds that its steps took until then."""
+    """Returns what a run measured, with the seconds that its steps had taken until then."""
     evaluations = []
     steps = []
     seconds = 0.0
@@ -128,7 +128,7 @@ def curves_of(folder: Path, minutes: list[float]) -> dict:
 
 
 def trace_of(folder: Path) -> dict:
-    """Returns the first answer to the first held-out question, at both ends of the training."""
+    """Returns the first answer to the first held-out question, before and after training."""
     samples = kept.read_lines(folder / "samples.jsonl")
     first_answers = {}
     for sample in samples:
@@ -160,7 +160,7 @@ def ask(title: str, asked: str, keys: list[str], file: Path) -> None:
         "training.max_steps=0", "validation.best_of_n=4", *KEYS_OF_TASK[task]])
     [evaluation] = kept.read_lines(folder / "metrics.jsonl")
     kept.keep(file, title, chosen(evaluation, SCORES))
-    shutil.rmtree(folder)  # It holds a copy of the model.
+    shutil.rmtree(folder)  # It contains a copy of the model.
 
 
 # ---------------------------------------------------------------- tables
@@ -172,7 +172,7 @@ def tables(options: argparse.Namespace) -> None:
 
 
 def print_trainings(known: dict) -> None:
-    print("| recipe, seed | solved before | after | lenient | best of 4 | minutes | GB a rank |")
+    print("| recipe, seed | solved before | after | lenient | best of 4 | minutes | GB per rank |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for title, run in known.items():
         if title.startswith("train "):
@@ -184,7 +184,7 @@ def print_trainings(known: dict) -> None:
 
 
 def print_transfer(known: dict) -> None:
-    print("\n| asked | before: strict (lenient) | after, a seed each |\n| --- | --- | --- |")
+    print("\n| asked | before: strict (lenient) | after, one per seed |\n| --- | --- | --- |")
     for title in ASKED:
         before = known.get(f"transfer before: {title}")
         after = [both_marks(known[key]) for key in known
@@ -205,7 +205,7 @@ def both_marks(found: dict) -> str:
 # ---------------------------------------------------------------- the picture
 
 def draw(options: argparse.Namespace) -> None:
-    """Makes a panel for each recipe. The picture lies beside the file."""
+    """Makes a panel for each recipe. The picture is next to the file."""
     known = kept.read(options.file)
     figure = Figure(figsize=(7.5, 4), layout="constrained")
     all_axes = figure.subplots(1, len(RECIPES), sharey=True)

@@ -1,4 +1,4 @@
-"""A trainer in processes of its own, which takes its turn when told. versus_trl.py and speedrun.py
+"""A trainer in its own processes, which takes its turn when told to. versus_trl.py and speedrun.py
 compare such trainers."""
 
 import contextlib
@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Side:
-    """One trainer, with a process for each rank. Each process waits for a line on its standard
-    input before its next turn."""
+    """One trainer, with a process for each rank. Before its next turn, each process waits for a
+    line on its standard input."""
 
     def __init__(self, side: str, pace: str, ranks: int, threads: int, keys: list[str],
                  python: str = sys.executable, root: Path = ROOT, passes: int = 1):
@@ -36,16 +36,16 @@ class Side:
                 env=outer | {key: str(value) for key, value in layout.items()}))
 
     def turn(self) -> dict:
-        """Lets it take its turn, and returns what it says of it."""
+        """Lets it take its turn, and returns what it reports."""
         for process in self.processes:
-            with contextlib.suppress(BrokenPipeError):  # It has ended, and said why.
+            with contextlib.suppress(BrokenPipeError):  # It has exited, and said why.
                 process.stdin.write("\n")
                 process.stdin.flush()
         for line in self.processes[0].stdout:
             if line.startswith('{"seconds"'):
                 self.answers.append(json.loads(line))
                 return self.answers[-1]
-        sys.exit(f"error: {self.name} ended before its turn")
+        sys.exit(f"error: {self.name} exited before its turn")
 
     def end(self) -> None:
         for process in self.processes:

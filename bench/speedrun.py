@@ -1,5 +1,5 @@
 """Seconds of training until the lower bound of eval/solved reaches a target. This trainer races
-alone, or against TRL's GRPOTrainer, or against another checkout of this trainer.
+alone, against TRL's GRPOTrainer, or against another checkout of itself.
 
     .venv/bin/python bench/speedrun.py
     .venv/bin/python bench/speedrun.py --trl-python bench/.venv/bin/python
@@ -7,9 +7,9 @@ alone, or against TRL's GRPOTrainer, or against another checkout of this trainer
 
 For each seed the sides take turns on the same cores, validation.every steps at a time. The clock
 stops during evaluations. main.evaluate evaluates TRL's model too, on a copy of its weights. TRL
-begins with the same weights. It gets the same questions in the same order, and the same group size,
-length limit, learning rates and loss (Dr. GRPO without KL), from --config and the keys that you
-give. The other checkout has its own settings, and the keys that you give."""
+begins with the same weights. From --config and the keys you add, it gets the same questions in the
+same order, and the same group size, length limit, learning rates and loss (Dr. GRPO without KL).
+The other checkout uses its own settings, and the keys you add."""
 
 import argparse
 import json
@@ -35,7 +35,7 @@ def start(seed: int, options: argparse.Namespace) -> dict[str, Side]:
 
 
 def race(seed: int, options: argparse.Namespace) -> dict[str, list[float]]:
-    """Returns {side: [steps, seconds] until the target}, of the sides that have reached it."""
+    """Returns {side: [steps, seconds] until the target}, for the sides that have reached it."""
     sides = start(seed, options)
     reached = {}
     racing = list(sides)
@@ -46,7 +46,7 @@ def race(seed: int, options: argparse.Namespace) -> dict[str, list[float]]:
             step, seconds, low = answer["step"], answer["seconds"], answer["low"]
             print(f"seed {seed}, {name}: step {step}, {seconds:.1f} s more, "
                   f"solved {answer['solved']:.3f}, at least {low:.3f}", flush=True)
-            assert step > 0 or low < options.target, "the target is reached before training"
+            assert step > 0 or low < options.target, "the target was reached before training"
             if low >= options.target:
                 seconds = sum(turn["seconds"] for turn in side.answers)
                 reached[name] = [step, round(seconds, 2)]
@@ -59,13 +59,13 @@ def race(seed: int, options: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def check_same_start(ours: list[dict], trl: list[dict]) -> None:
-    assert ours[0]["solved"] == trl[0]["solved"], "TRL's side began with another model"
+    assert ours[0]["solved"] == trl[0]["solved"], "TRL's side began with a different model"
     for mine, theirs in zip(ours, trl):
         assert mine["seen"] == theirs["seen"], "TRL's side had other questions or learning rates"
 
 
 def ratio_of(reached: dict[str, list[float]], rival: str) -> float:
-    """Returns how many times as long the rival took. It is nan if a side is not there."""
+    """Returns how many times as long the rival took, or nan if either side is missing."""
     not_reached = [0, math.nan]
     _, mine = reached.get(OURS, not_reached)
     _, theirs = reached.get(rival, not_reached)
@@ -109,6 +109,6 @@ if __name__ == "__main__":
     print_table(results, rivals)
     medians = {}
     for rival in rivals:
-        # It is nan if a run has not reached the target. Without that run it would look better.
+        # It's nan if a run hasn't reached the target. Without that run it would look better.
         medians[rival] = np.median([ratio_of(reached, rival) for reached in results.values()])
     print(json.dumps({"median_ratio": medians, "seeds": results}))

@@ -5,10 +5,10 @@
     .venv/bin/python bench/step.py --shape qwen2.5-3b --endless \\
         training.num_samples_per_step=32 'training.k_best_of_n=[16,16]' \\
         training.max_new_gen_tokens=1024 training.tokens_per_micro_batch=16384 \\
-        model.gradient_checkpointing=true   for a GPU of 80 GB
+        model.gradient_checkpointing=true   for an 80 GB GPU
 
-On a CPU the memory is that of the process. On a GPU it is what tensors hold, and what the allocator
-reserved for them. The allocator had to give back memory so often as `alloc_retries` says."""
+On a CPU, memory means the process's. On a GPU it's what tensors hold, and what the allocator
+reserved for them. `alloc_retries` is how often the allocator had to give memory back."""
 
 import argparse
 import time
@@ -21,7 +21,7 @@ from machinery.ranks import WORLD_SIZE
 
 
 class Watch:
-    """Notes how many tokens a step has sampled, and the memory at the peak of each phase."""
+    """Notes how many tokens a step has sampled, and the peak memory of each phase."""
 
     def __init__(self):
         self.num_tokens = 0

@@ -1,13 +1,13 @@
-"""This trainer and TRL's GRPOTrainer do the same steps in turn on the same machine.
+"""This trainer and TRL's GRPOTrainer take turns at the same steps on the same machine.
 
     python3 -m venv bench/.venv && bench/.venv/bin/pip install -r bench/requirements.txt
     .venv/bin/python bench/versus_trl.py --trl-python bench/.venv/bin/python
 
-Both get the same 16 questions in each step. The learning rate is as good as 0, so both keep the
-same weights. Groups, length and loss (Dr. GRPO without KL) come from config.yaml and the keys that
-you give. Each side runs in each layout, TRL also with a rank's rows in 4 micro-batches. The fastest
-of each side count. All sides are in memory at the same time. For a model of 135 M parameters 24 GB
-are too little then, so give --ranks 2 --passes 1."""
+Both get the same 16 questions in each step. The learning rate is practically 0, so both keep the
+same weights. Groups, length and loss (Dr. GRPO without KL) come from config.yaml and the keys you
+add. Each side runs in each layout, TRL also with a rank's rows in 4 micro-batches, and the fastest
+layout of each side counts. All sides are in memory at the same time. For a 135 M-parameter model,
+24 GB isn't enough for that, so set --ranks 2 --passes 1."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ from statistics import median
 
 from sides import Side
 
-QUESTIONS, WARM_UP = 16, 3  # questions of a step, over all ranks; steps that do not count
+QUESTIONS, WARM_UP = 16, 3  # questions per step, over all ranks; steps that don't count
 CORES = 2
 
 
@@ -47,7 +47,7 @@ if __name__ == "__main__":
     parser.add_argument("--pairs", type=int, default=10, help="steps of each side that count")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="the layouts to try")
     parser.add_argument("--passes", type=int, nargs="+", default=[1, 4],
-                        help="how many micro-batches of a rank's rows TRL may take")
+                        help="how many micro-batches TRL may split a rank's rows into")
     parser.add_argument("keys", nargs="*", help="section.key=value, for both sides")
     options = parser.parse_intermixed_args()
 

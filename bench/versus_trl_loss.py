@@ -1,11 +1,12 @@
-"""The gradient of one batch, by this trainer's `policy_loss` and by TRL's `_compute_loss`.
+"""Compares the gradient of one batch from this trainer's `policy_loss` and TRL's `_compute_loss`.
 
     bench/.venv/bin/python bench/versus_trl_loss.py
 
 It runs in TRL's environment (bench/requirements.txt). Both have the same weights in float64, the
 same answers of random tokens and different lengths, the same advantages, and the same
-log-probabilities of before and of the reference. It prints how far the gradients differ, relative
-to their norm. By design some losses have another value, so no values are compared."""
+log-probabilities from before the update and from the reference. It prints how far the gradients
+differ, relative to their norm. Some losses have different values by design, so no values are
+compared."""
 
 import copy
 import json

@@ -3,10 +3,10 @@
     versus_trl_side.py ours|trl steps|training PASSES [section.key=value ...]
 
 RANK and the like are set. Each line on the standard input asks for a turn, and a line on the
-standard output says what it was like. A turn is validation.every steps. With `training` an
-evaluation comes before the first turn, as a turn of its own, and after each. The trl side runs in
-an environment of its own. It takes a rank's rows in PASSES micro-batches. It always does Dr. GRPO
-with one update for each batch and no KL term, whatever the keys say."""
+standard output reports on it. A turn is validation.every steps. With `training` there's an
+evaluation before the first turn, as a turn of its own, and after each turn. The trl side runs in
+its own environment, and takes a rank's rows in PASSES micro-batches. Whatever the keys say, it
+always does Dr. GRPO with one update per batch and no KL term."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ from machinery.metrics import evaluation_metrics
 from machinery.ranks import DEVICE, RANK, WORLD_SIZE, leave_group, shuffled_order
 from machinery.settings import beside_main, load_config
 
-# Of what both sides must have in common: each step's learning rate, and rank 0's prompts.
+# Hashes what both sides must have in common: each step's learning rate, and rank 0's prompts.
 seen = hashlib.sha256()
 
 
@@ -107,7 +107,7 @@ class Trl:
 
 
 def text_of(run: main.Run, question: main.Question) -> str:
-    """Returns the prompt as the model sees it, a chat template included."""
+    """Returns the prompt as the model sees it, including any chat template."""
     return run.tokenizer.decode(question.prompt_ids)
 
 
@@ -143,7 +143,7 @@ def grpo_settings(config, passes: int) -> dict:
 # ---------------------------------------------------------------- turns, and their time
 
 class Turns:
-    """Times each turn. Waiting and evaluating do not count."""
+    """Times each turn, but not the waiting and evaluating."""
 
     def __init__(self, trainer: Ours | Trl, config, evaluates: bool):
         self.trainer = trainer
@@ -181,7 +181,7 @@ class Turns:
     def evaluation(self, step: int) -> dict[str, float]:
         run = self.trainer.run_to_evaluate()
         run.step = step
-        with torch.random.fork_rng():  # TRL goes on with one stream of random numbers.
+        with torch.random.fork_rng():  # TRL continues with one stream of random numbers.
             groups = main.evaluate(run)
         if RANK != 0:
             return {}
@@ -194,7 +194,7 @@ def work(arguments: list[str]) -> None:
     config = load_config(keys)
     run = make_run(keys)
     trainer = Ours(run, config) if side == "ours" else Trl(run, config, int(passes))
-    # `join` has given each of several ranks its share of all cores. The layout says otherwise.
+    # With several ranks, `join` gave each its share of all cores. The layout overrides that.
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     trainer.train(Turns(trainer, config, evaluates=pace == "training"))
 

@@ -2,26 +2,26 @@
 
     .venv/bin/torchrun --nproc-per-node=2 main.py --config recipes/smollm2-135m-cpu.yaml
 
-`data.dataset` says which questions: how many numbers, from where to where, and with which signs. It
-is "numbers=2 low=10 high=99 signs=+" in the recipe, and "signs=+-" asks for differences, too. The
-questions are made up here. The head of countdown.py explains the names below.
+`data.dataset` says which questions: how many numbers, from which range, and with which signs. The
+recipe has "numbers=2 low=10 high=99 signs=+", and "signs=+-" asks for differences, too. The
+questions are made up here. The top of countdown.py explains the names below.
 """
 
 import random
 import re
 
-# `strict` is earned by the number alone, and `lenient` also by a reply that ends in it. So the two
-# tell apart whether a model learns to calculate or to write as it is asked to.
+# `strict` rewards only the bare number, and `lenient` also a reply that ends in it. So the two tell
+# whether a model learns to calculate or to write what it's asked for.
 REWARD_WEIGHTS = {"strict": 1.0, "lenient": 0.0, "format": 0.0}
 SOLVED = "strict"
 SYSTEM_MESSAGE = "You are a calculator. You write the result of a sum and nothing else."
-REPLY_START = "="  # It opens every reply. Without it a small model begins to explain.
+REPLY_START = "="  # It opens every reply. Without it a small model starts to explain.
 DEFAULTS = {"numbers": "2", "low": "10", "high": "99", "signs": "+"}
 MOST_ROWS = 4000
 
 
 def load(dataset: str, max_rows: int | None) -> list[dict]:
-    """Returns random questions, always the same. A group is how often one has to carry."""
+    """Returns random questions, always the same ones. A group is how often you have to carry."""
     settings = read_settings(dataset)
     count = int(settings["numbers"])
     low = int(settings["low"])
@@ -59,7 +59,7 @@ def read_settings(dataset: str) -> dict[str, str]:
 
 
 def signed(numbers: list[int], signs: list[str]) -> list[int]:
-    """Returns the numbers that have to be added: [47, -12] for 47 - 12."""
+    """Returns the numbers to add up: [47, -12] for 47 - 12."""
     terms = [numbers[0]]
     for sign, number in zip(signs, numbers[1:], strict=True):
         terms.append(number if sign == "+" else -number)
@@ -67,7 +67,7 @@ def signed(numbers: list[int], signs: list[str]) -> list[int]:
 
 
 def num_carries(numbers: list[int]) -> int:
-    """Returns into how many digits one carries when one adds these numbers by hand."""
+    """Returns how many times you carry when you add these numbers by hand."""
     count = 0
     carried = 0
     digits = max(len(str(number)) for number in numbers)

@@ -1,9 +1,9 @@
-"""Asks a model a question of Countdown, and shows what the grader says of each answer.
+"""Asks a model a Countdown question, and shows what the grader says about each answer.
 
     .venv/bin/python examples/ask.py 3 7 25 = 68
-        asks the best model of the newest run of Countdown
+        asks the best model of the newest Countdown run
     .venv/bin/python examples/ask.py --model tiny/model 3 7 25 = 68 --answers 8
-        asks any model for 8 answers, here the tiny model as it is before training
+        asks any model for 8 answers, here the tiny model before training
 """
 
 import argparse
@@ -17,7 +17,7 @@ from types import SimpleNamespace
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import machinery  # noqa: F401, I001  It prints what is being loaded, before that takes its time.
+import machinery  # noqa: F401, I001  Says what's being loaded, before that takes its time.
 import torch
 
 import countdown
@@ -27,10 +27,10 @@ from machinery.ranks import random_seed
 from machinery.settings import load_config, read_yaml
 from main import Trajectory, make_question, sample
 
-# The settings of a model's run are for training it. These here are for asking it.
+# The settings of a model's run are for training it. These are for asking it.
 FOR_ASKING = ["model.lora_rank=0", "model.precision=float32", "model.attention=null",
               "model.device=null", "training.shard=false"]
-SILENT_LOG = SimpleNamespace(  # In place of a Logger. It shows nothing.
+SILENT_LOG = SimpleNamespace(  # Replaces a Logger, and shows nothing.
     phase=lambda name: nullcontext(), progress=iter, counter=lambda total: lambda count: None)
 
 
@@ -43,19 +43,19 @@ def settings_file(model: Path) -> Path | None:
 
 
 def settings_of(model: Path) -> list[str]:
-    """Returns arguments of `load_config`: the settings of the run whose best model this is."""
+    """Returns arguments for `load_config`: the settings of the run whose best model this is."""
     path = settings_file(model)
     return ["--config", str(path)] if path else []
 
 
 def task_of(model: Path) -> str:
-    """Returns the task that a model was trained on. Without a run it is taken for Countdown."""
+    """Returns the task that a model was trained on. Without a run, we assume Countdown."""
     path = settings_file(model)
     return read_yaml(path)["task.name"] if path else "countdown"
 
 
 def best_models() -> list[Path]:
-    """Returns the folders best/ of all runs of Countdown in runs/, the newest first."""
+    """Returns the folders best/ of all Countdown runs in runs/, newest first."""
     folders = sorted(Path("runs").glob("*/best"), key=modification_time, reverse=True)
     return [folder for folder in folders if task_of(folder) == "countdown"]
 
@@ -67,13 +67,13 @@ def modification_time(path: Path) -> float:
 def newest_best_model() -> Path:
     folders = best_models()
     if not folders:
-        raise UserError("no run of Countdown in runs/ has a best/ yet: train first, or name a "
-                        "model with --model")
+        raise UserError("no Countdown run in runs/ has a best/ yet: train first, or name a model "
+                        "with --model")
     return folders[0]
 
 
 def load(path: Path) -> SimpleNamespace:
-    """Returns what `sample` needs of a run, for a model with the settings of its own run."""
+    """Returns what `sample` needs of a run, for a model with its own run's settings."""
     name = str(path)
     adapters = path / "adapter_config.json"
     if adapters.exists():
@@ -96,14 +96,14 @@ def load(path: Path) -> SimpleNamespace:
 # ---------------------------------------------------------------- the question and its answers
 
 def read_question(words: list[str]) -> dict:
-    """Returns the row of Countdown for words like 3 7 25 = 68."""
+    """Returns the Countdown row for words like 3 7 25 = 68."""
     numbers = words[:-2]
     target = words[-1]
     is_complete = len(numbers) >= 2 and words[-2] == "="
     digits = [*numbers, target.removeprefix("-")]
     if not is_complete or not all(word.isdecimal() for word in digits):
         raise UserError(f"{' '.join(words)!r}: write two or more numbers, = and the number to "
-                        "make of them, like 3 7 25 = 68")
+                        "reach, like 3 7 25 = 68")
     nums = [int(number) for number in numbers]
     prompt = countdown.generate_prompt(nums, int(target))
     return {"nums": nums, "target": int(target), "prompt": prompt}
@@ -117,14 +117,14 @@ def sample_answers(model: Path, row: dict, num_answers: int) -> list[Trajectory]
 
 
 def last_expression(completion: str) -> str:
-    """Returns what stands in the last <answer>, without a result that it may claim after "="."""
+    """Returns what's inside the last <answer>, without any result stated after "="."""
     _, opened, rest = completion.rpartition("<answer>")
     expression = rest.partition("</answer>")[0] if opened else ""
     return expression.partition("=")[0].strip()
 
 
 def verdict(answer: Trajectory) -> str:
-    """Returns "right", or what is wrong with an answer."""
+    """Returns "right", or what's wrong with an answer."""
     row = answer.question.row
     if answer.is_truncated:
         return f"truncated after {answer.num_tokens} tokens"
@@ -146,7 +146,7 @@ def show(model: Path, row: dict, answers: list[Trajectory]) -> None:
     print(f"{model}\n")
     task = task_of(model)
     if task != "countdown":
-        print(f"note: this model was trained on {task}, and not on Countdown\n")
+        print(f"note: this model was trained on {task}, not on Countdown\n")
     print(row["prompt"])
     verdicts = [verdict(answer) for answer in answers]
     for number, answer in enumerate(answers, start=1):
@@ -155,13 +155,13 @@ def show(model: Path, row: dict, answers: list[Trajectory]) -> None:
 
 
 def ask(arguments: list[str]) -> int:
-    """Asks what the command line says, and returns the exit code."""
+    """Carries out the command line, and returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--model", type=Path,
         help="a folder, or an id on the Hugging Face hub; by default best/ of the newest run")
     parser.add_argument("--answers", type=int, default=4, help="how many answers; by default 4")
-    parser.add_argument("question", nargs="+", help="numbers, =, and the number to make of them")
+    parser.add_argument("question", nargs="+", help="numbers, =, and the number to reach")
     options = parser.parse_args(arguments)
     try:
         row = read_question(options.question)

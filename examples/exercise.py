@@ -1,7 +1,7 @@
-"""An exercise: write the functions that are the algorithm, and see how far they are right.
+"""An exercise: write the functions that make up the algorithm, and see how far they're right.
 
     .venv/bin/python examples/exercise.py
-        the first call makes exercise/, in which you write them; every later call tests them
+        the first call creates exercise/, where you write them; every later call tests them
 """
 
 import argparse
@@ -31,7 +31,7 @@ RATIO = f"{FAMILY}a_second_update_with_another_ratio_equals_the_plain_formula"
 
 
 class Stage(NamedTuple):
-    """A part of what is asked for, and the tests that know whether it is right."""
+    """A part of what you're asked to write, and the tests that know whether it's right."""
 
     asked: str
     tests: list[str]
@@ -45,10 +45,10 @@ STAGES = [
         f"{LEARNING}equal_rewards_mean_an_advantage_of_exactly_zero"]),
     Stage("policy_loss: the formula in its docstring", [
         f"{LEARNING}loss_and_gradient_equal_the_plain_formula_for_any_micro_batch_size"]),
-    Stage("imitate_best: learning_type=sil. Of answers of equal reward the first ones count", [
+    Stage("imitate_best: learning_type=sil. Among answers of equal reward the first ones count", [
         f"{LEARNING}sil_imitates_the_k_best_and_nothing_that_earned_nothing",
         f"{LEARNING}only_the_answers_that_sil_imitates_count_in_the_normalizer"]),
-    Stage("scale_advantages: scale_rewards=group, where the standard deviation gets 1e-4 added", [
+    Stage("scale_advantages: scale_rewards=group, with 1e-4 added to the standard deviation", [
         f"{LEARNING}advantages_of_grpo_are_divided_by_the_groups_standard_deviation"]),
     Stage("scale_advantages: scale_rewards=mean", [
         f"{LEARNING}advantages_of_maxrl_are_divided_by_the_mean_size_of_the_rewards"]),
@@ -75,7 +75,7 @@ STAGES = [
 # ---------------------------------------------------------------- the folder to write in
 
 def left_out(folder: str, names: list[str]) -> set[str]:
-    """Returns which files of a folder are not copied."""
+    """Returns which files of a folder aren't copied."""
     ignored = {"__pycache__", ".venv"}
     if Path(folder) == ROOT:
         ignored |= set(names) - COPIED
@@ -105,11 +105,11 @@ def calls_of_variants(function: ast.FunctionDef) -> list[ast.stmt]:
 
 
 def emptied(source: str) -> str:
-    """Returns main.py with a placeholder in place of the code of each function that is asked for.
-    Their docstrings stay, and so do the calls of variants in the default path. A comment marks
-    where code is missing after such a call."""
+    """Returns main.py with a placeholder instead of the code of each function you're asked for.
+    Their docstrings stay, and so do the calls of variants in the default path. If code is missing
+    after such a call, a comment marks the place."""
     lines = source.splitlines(keepends=True)
-    for function in reversed(ast.parse(source).body):  # The lines above keep their numbers.
+    for function in reversed(ast.parse(source).body):  # So the lines above keep their numbers.
         if not isinstance(function, ast.FunctionDef) or function.name not in DEFAULT + VARIANTS:
             continue
         docstring, *statements = function.body
@@ -132,7 +132,7 @@ def emptied(source: str) -> str:
 def make(folder: Path) -> None:
     copy_all_but_main(folder)
     source = (ROOT / "main.py").read_text(encoding="utf-8")
-    # This file comes last. So if it is there, all the others are, too.
+    # This file comes last, so if it's there, all the others are, too.
     (folder / "main.py").write_text(emptied(source), encoding="utf-8")
 
 
@@ -160,7 +160,7 @@ def run_tests(folder: Path) -> subprocess.CompletedProcess:
 
 
 def failed_stage(output: str) -> Stage:
-    """Returns the stage of the last test that has begun. No test begins after one that fails."""
+    """Returns the stage of the last test that has begun. After a failure no other test begins."""
     begun = re.findall(r"\n(tests/\S+::.*)", output)
     for stage in STAGES:
         if begun and begun[-1].startswith(tuple(stage.tests)):
@@ -176,12 +176,12 @@ def complaint(output: str) -> str:
         return output.strip().rpartition("\n")[2]
     frames_of_main = [frame for frame in frames if frame[0] == "main.py"]
     file, line, code = (frames_of_main or frames)[-1]
-    reason = re.sub("^assert ", "this is not so: ", error[1])
+    reason = re.sub("^assert ", "this does not hold: ", error[1])
     return f"{file}, line {line}: {code}\n         {shorten(reason, 200, placeholder=' ...')}"
 
 
 def report(result: subprocess.CompletedProcess) -> int:
-    """Prints which stages are right, up to the first that is not. Returns the exit code."""
+    """Prints which stages are right, up to the first that isn't. Returns the exit code."""
     failed = None if result.returncode == 0 else failed_stage(result.stdout)
     for stage in STAGES:
         if stage is failed:
@@ -194,7 +194,7 @@ def report(result: subprocess.CompletedProcess) -> int:
 # ---------------------------------------------------------------- the command
 
 def exercise(arguments: list[str]) -> int:
-    """Makes the folder, or tests what is in it. Returns the exit code."""
+    """Creates the folder, or tests what's in it. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=ROOT / "exercise")
     folder = Path(os.path.relpath(parser.parse_args(arguments).folder))
@@ -203,10 +203,10 @@ def exercise(arguments: list[str]) -> int:
         print(f"In {folder}/main.py, {len(DEFAULT + VARIANTS)} functions are empty. Their "
               "docstrings say what they do.\nBegin with `compare_with_group` and `policy_loss`: "
               "they are Dr. GRPO, the default.\nThe others are variants, at the end of the file. "
-              "README and docs/loss.md explain them.\nCall this command again to see how far "
-              "you are.")
+              "README and docs/loss.md explain them.\nRun this command again to see how far "
+              "you've got.")
         return 0
-    print(f"testing {folder}/, 10 to 30 seconds ... (to begin anew, delete it)", flush=True)
+    print(f"testing {folder}/, 10 to 30 seconds ... (to start over, delete it)", flush=True)
     path = folder / "main.py"
     try:
         compile(path.read_bytes(), path, "exec")
@@ -215,7 +215,7 @@ def exercise(arguments: list[str]) -> int:
     code = report(run_tests(folder))
     if code == 0:
         bin_folder = Path(os.path.relpath(sys.prefix, folder), "bin")
-        print("All of it is right. To compare it with the original, and to train with it:\n"
+        print("Everything is right. To compare it with the original, and to train with it:\n"
               f"    diff {os.path.relpath(ROOT)}/main.py {path}\n"
               f"    cd {folder} && {bin_folder}/torchrun --nproc-per-node=2 main.py")
     return code

@@ -1,8 +1,8 @@
-"""Makes an ordinary model folder of a GGUF file. You give the folder as `model.name`.
+"""Turns a GGUF file into an ordinary model folder, which you can set `model.name` to.
 
     .venv/bin/python examples/from_gguf.py models/smollm2.gguf models/smollm2
 
-The weights in such a file were rounded to a few bits each. Training begins at these values, and
+The weights in such a file were rounded to a few bits each. Training begins at these values and
 saves its own unrounded. To read the file you need the package gguf, which requirements.txt has.
 """
 
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 def convert(file: Path, folder: Path) -> None:
     source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    # The library could keep the weights packed in a few bits. These could not learn.
+    # The library could keep the weights packed in a few bits, but then they couldn't learn.
     unpack = GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(
         **source, quantization_config=unpack, dtype=torch.float32)
@@ -29,4 +29,4 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     options = parser.parse_args()
     convert(options.file, options.folder)
-    print(f"write model.name={options.folder}")
+    print(f"set model.name={options.folder}")

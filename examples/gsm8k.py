@@ -1,10 +1,10 @@
-"""GSM8K: word problems of primary school, whose answers are numbers.
+"""GSM8K: grade-school word problems whose answers are numbers.
 
     .venv/bin/python main.py --config recipes/gsm8k-grpo.yaml
     .venv/bin/python main.py task.name=examples/gsm8k.py data.dataset=examples/gsm8k.jsonl \
         data.num_validation=4      without the hub
 
-The file `gsm8k.jsonl` beside this one has a few rows of the same kind. The head of countdown.py
+The file `gsm8k.jsonl` next to this one has a few rows of the same kind. The top of countdown.py
 explains the names below.
 """
 
@@ -26,7 +26,7 @@ SOLVED = "accuracy"
 SYSTEM_MESSAGE = ("You solve word problems. You first think, step by step, between <think> and "
                   "</think>. Then you give the answer, a number and nothing else, between <answer> "
                   "and </answer>.")
-MAX_CHARACTERS = 4000  # The cosine reward ends here. It is about a thousand tokens.
+MAX_CHARACTERS = 4000  # The cosine reward ends here, at about a thousand tokens.
 
 
 def generate_prompt(question: str) -> str:
@@ -35,13 +35,13 @@ def generate_prompt(question: str) -> str:
 
 
 def load(dataset: str, max_rows: int | None) -> list[dict]:
-    """Returns the rows of `openai/gsm8k`, or of local files with the same columns. These are
-    question and answer. The last line of an answer is #### and the number."""
+    """Returns the rows of `openai/gsm8k`, or of local files with the same columns, question and
+    answer. The last line of an answer is #### and the number."""
     rows = read_rows(dataset, max_rows, name="main")
     for number, row in enumerate(rows, start=1):
         has_texts = isinstance(row.get("question"), str) and isinstance(row.get("answer"), str)
         if not has_texts:
-            raise ValueError(f"data.dataset: row {number} needs the texts question and answer; it "
+            raise ValueError(f"data.dataset: row {number} needs question and answer as strings; it "
                              f"has {sorted(row)}")
         _, mark, final = row["answer"].rpartition("####")
         if not mark or rewards.number(final) is None:

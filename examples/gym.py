@@ -5,8 +5,8 @@
         data.dataset="chain_sum min_terms=2 max_terms=2 min_digits=2 max_digits=2" \\
         data.prompt_style=chat model.name=Qwen/Qwen2.5-Coder-0.5B-Instruct
 
-`data.dataset` is the name of a task and its parameters, as the library takes them. The head of
-countdown.py explains the names below.
+`data.dataset` is the name of a task followed by its parameters, as the library takes them. The top
+of countdown.py explains the names below.
 """
 
 import difflib
@@ -16,21 +16,21 @@ from typing import Any
 
 import yaml
 
-# `strict` is earned if the library gives full marks to the reply as it stands. `generous` is the
+# `strict` is earned if the library gives the reply full marks exactly as it is. `generous` is the
 # library's mark, from 0 to 1, for the best of several readings of the reply.
 REWARD_WEIGHTS = {"strict": 1.0, "generous": 0.0}
 SOLVED = "strict"
 SYSTEM_MESSAGE = "You answer with the result alone, without any explanation."
 NUM_ROWS = 1000
-# Their questions depend on more than the seed, like the order of a set. Ranks would not agree.
+# Their questions depend on more than the seed, like the order of a set, so ranks wouldn't agree.
 UNSTABLE = ("codeio", "isomorphic_strings", "knight_swap", "list_functions",
             "polynomial_multiplication", "ransom_note", "word_ladder")
 
-tasks: dict[str, Any] = {}  # A row names its task here, because it is copied for each answer.
+tasks: dict[str, Any] = {}  # A row only names its task, because it's copied for each answer.
 
 
 def load(dataset: str, max_rows: int | None) -> list[dict]:
-    """Returns questions of one task, always the same for the same parameters."""
+    """Returns the questions of one task, always the same for the same parameters."""
     try:
         import reasoning_gym  # Nothing else needs it, and it takes a second.
     except ImportError:
@@ -42,8 +42,8 @@ def load(dataset: str, max_rows: int | None) -> list[dict]:
         raise ValueError(f"data.dataset={dataset!r}: reasoning-gym has no {name!r}, but {close} "
                          "and others")
     if name in UNSTABLE:
-        raise ValueError(f"data.dataset={dataset!r}: each process gets other questions, even with "
-                         "the same seed")
+        raise ValueError(f"data.dataset={dataset!r}: choose another task, because here each "
+                         "process gets different questions, even with the same seed")
     parameters = {"seed": 0, "size": max_rows or NUM_ROWS}
     try:
         for word in words:
@@ -53,7 +53,7 @@ def load(dataset: str, max_rows: int | None) -> list[dict]:
             parameters[key] = yaml.safe_load(value)
         tasks[dataset] = reasoning_gym.create_dataset(name, **parameters)
         entries = list(tasks[dataset])
-    except Exception as error:  # noqa: BLE001  The library has no error of its own.
+    except Exception as error:  # noqa: BLE001  The library has no error type of its own.
         reason = " ".join(str(error).split())
         raise ValueError(f"data.dataset={dataset!r}: {reason}") from None
     return [{"prompt": entry["question"], "problem": entry["question"], "entry": entry,
@@ -77,7 +77,7 @@ def readings(completion: str) -> Iterator[str]:
 
 
 def mark(answer: str, row: dict) -> float:
-    """Returns the library's mark. Some of its graders fail at an answer that they cannot read."""
+    """Returns the library's mark. Some of its graders fail on an answer they can't read."""
     try:
         return float(tasks[row["task"]].score_answer(answer, row["entry"]))
     except Exception:  # noqa: BLE001

@@ -1,4 +1,4 @@
-"""A page about one run, or about several: curves, answers to the same questions, and settings.
+"""A page about one or several runs: curves, answers to the same questions, and settings.
 
     .venv/bin/python examples/one_run.py runs/<name>
         writes one_run.html about one run, finished or not
@@ -6,8 +6,8 @@
         compares several runs, and lists what differs in their settings and their code
 
 The page opens from the disk, without a server or a network. The script reads the files that a run
-leaves in its folder. It needs neither the model nor PyTorch. Long runs do not fit a page. The
-script then leaves out points of curves, evaluations and questions evenly, and the page says so.
+leaves in its folder, and needs neither the model nor PyTorch. If runs are too long for a page, it
+leaves out points of curves, evaluations and questions evenly, and the page says so.
 """
 
 import argparse
@@ -33,7 +33,7 @@ TEMPLATE = Path(__file__).with_name("one_run_page.html")
 MOST_BYTES = 2_000_000  # of a page
 MOST_NUMBERS = 80_000  # in all curves of a page
 RIGHT = 0.5  # A question counts as solved if this share of its answers is right.
-# These settings say where a run lies, and nothing about the experiment.
+# These settings say where a run is, and nothing about the experiment.
 OWN_SETTINGS = ("run.name", "run.dir")
 CODE_FILES = ("main.py", "task.py")  # copies of the code that made a run, in its folder
 MOST_DIFF_LINES = 200  # of one file in one run
@@ -41,7 +41,7 @@ MOST_DIFF_CHARACTERS = 300  # of a line
 
 
 class UserError(Exception):
-    """A mistake that the user can mend. It ends in one line and exit code 2."""
+    """A mistake that the user can fix. It ends in one line and exit code 2."""
 
 
 class Limits(NamedTuple):
@@ -52,7 +52,7 @@ class Limits(NamedTuple):
     characters: int  # of an answer
 
 
-# We take the first limits whose page is small enough.
+# We use the first limits whose page is small enough.
 LIMITS = [
     Limits(4096, 200, 4000),
     Limits(512, 50, 4000),
@@ -72,7 +72,7 @@ LIMITS = [
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer to a held-out question, as a line of samples.jsonl holds it."""
+    """An answer to a held-out question, like a line of samples.jsonl."""
 
     step: int
     question: int
@@ -95,18 +95,18 @@ class RunData:
 
     name: str
     settings: dict[str, Any]
-    command: str  # that makes the same run again
+    command: str  # that repeats the run
     curves: list[list[Point]]  # of training steps, of evaluations, and of the answers
     evaluations: dict[int, Groups]  # by step
     code: dict[str, list[str]]  # the lines of each file that the folder has a copy of
     code_changes: list[Point]  # where the run was resumed with different code
-    damage: str  # how many lines we could not read, in words, or an empty text
+    damage: str  # how many lines we couldn't read, in words, or an empty string
 
 
 # ---------------------------------------------------------------- read the files of a run
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The settings in a config.yaml, by their full names like `training.seed`."""
+    """The settings in a config.yaml, by their full names, like `training.seed`."""
     settings = {}
     try:
         sections = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -115,14 +115,14 @@ def read_settings(path: Path) -> dict[str, Any]:
                 settings[f"{section}.{key}"] = value
     except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
         raise UserError(
-            f"{path} is not there, or not the settings of a run ({type(error).__name__}): "
-            "give folders of runs, like runs/<name>"
+            f"{path} does not exist, or does not have the settings of a run "
+            f"({type(error).__name__}): name folders of runs, like runs/<name>"
         ) from None
     return settings
 
 
 def read_code(folder: Path) -> dict[str, list[str]]:
-    """The lines of the code that made the run, by file. Older runs have no copies of it."""
+    """The lines of the code that made the run, by file. Older runs have no copy of it."""
     code = {}
     for name in CODE_FILES:
         with suppress(FileNotFoundError):
@@ -141,14 +141,14 @@ def read_lines(path: Path, convert: Callable[[dict], T]) -> tuple[list[T], int]:
         for line in file:
             try:
                 found.append(convert(json.loads(line)))
-            # The run may be writing this line just now, or an older version has written it.
+            # The run may be writing this line right now, or an older version wrote it.
             except (ValueError, TypeError, LookupError, AttributeError, OverflowError):
                 num_damaged += 1
     return found, num_damaged
 
 
 def rounded(value: float | None) -> float | None:
-    """A number with six digits, or None for infinity and NaN, which JSON does not know."""
+    """A number with six digits, or None for infinity and NaN, which JSON doesn't know."""
     if value is None or not math.isfinite(value):
         return None
     return float(f"{value:.6g}")
@@ -157,7 +157,7 @@ def rounded(value: float | None) -> float | None:
 def to_point(line: dict) -> Point:
     """A line of metrics.jsonl with rounded numbers, and with the step in front.
 
-    If the code changed at this step, the line holds the names of the files instead of numbers.
+    If the code changed at this step, the line has the names of the files instead of numbers.
     """
     point = {"step": int(line.pop("step"))}
     for name, value in line.items():
@@ -166,7 +166,7 @@ def to_point(line: dict) -> Point:
 
 
 def to_answer(line: dict) -> Answer:
-    """A line of samples.jsonl. It raises an error if a field is missing."""
+    """A line of samples.jsonl. A missing field raises an error."""
     return Answer(
         step=int(line["step"]),
         question=int(line["question"]),
@@ -181,20 +181,20 @@ def to_answer(line: dict) -> Answer:
 
 
 def read_num_ranks(folder: Path, settings: dict[str, Any]) -> int | None:
-    """The number of ranks of the newest checkpoint that can be read, or None without one."""
-    questions = "training.num_samples_per_step"  # of each rank in the settings of a run
+    """The number of ranks at the newest readable checkpoint, or None if there is none."""
+    questions = "training.num_samples_per_step"  # per rank in the settings of a run
     num_ranks = None
     for path in sorted(folder.glob("checkpoints/step-*/state.json")):
         with suppress(OSError, ValueError, TypeError, LookupError):
             state = json.loads(path.read_text(encoding="utf-8"))
-            # An experiment has the questions of all ranks together.
+            # An experiment counts the questions of all ranks together.
             num_ranks = state["experiment"][questions] // settings[questions]
     return num_ranks
 
 
 def split_points(points: list[Point]) -> tuple[list[Point], list[Point], list[Point]]:
-    """The points of training steps, of evaluations and of changes of the code, each with the
-    seconds spent so far."""
+    """The points of training steps, of evaluations and of code changes, each with the seconds spent
+    so far."""
     training = []
     evaluations = []
     code_changes = []
@@ -224,7 +224,7 @@ def group_answers(answers: list[Answer]) -> dict[int, Groups]:
 
 
 def repeat_command(settings: dict[str, Any], num_ranks: int | None) -> str:
-    """The command that makes this run again, on whatever device it finds."""
+    """The command that repeats this run, on whatever device it finds."""
     if num_ranks == 1:
         words = ["python", "main.py"]
     else:
@@ -239,7 +239,7 @@ def repeat_command(settings: dict[str, Any], num_ranks: int | None) -> str:
 
 
 def read_run(folder: Path) -> RunData:
-    """All that a page needs from the folder of a run, finished or not."""
+    """Everything a page needs from the folder of a run, finished or not."""
     settings = read_settings(folder / "config.yaml")
     points, num_damaged_points = read_lines(folder / "metrics.jsonl", to_point)
     answers, num_damaged_answers = read_lines(folder / "samples.jsonl", to_answer)
@@ -264,7 +264,7 @@ def read_run(folder: Path) -> RunData:
 # ---------------------------------------------------------------- what the answers are like
 
 def mean(values: list) -> float | None:
-    """The rounded mean, or None of no values."""
+    """The rounded mean, or None if there are no values."""
     return rounded(fmean(values)) if values else None
 
 
@@ -279,7 +279,7 @@ def shares_solved(groups: Groups) -> dict[str, float]:
 def describe_evaluations(evaluations: dict[int, Groups], measured: list[Point]) -> list[Point]:
     """Numbers that only the answers themselves can tell, for each evaluation.
 
-    `measured` are the metrics of the evaluations, which know how many seconds were spent.
+    `measured` has the metrics of the evaluations, which know how many seconds were spent.
     """
     seconds = {point["step"]: point["spent"] for point in measured}
     points = []
@@ -320,7 +320,7 @@ def describe_answers(groups: Groups) -> Point:
 
 
 def solved_by_start(first: dict[str, float], now: dict[str, float]) -> Point:
-    """The share solved now, of questions with none, all or some right in the first evaluation."""
+    """The share solved now of the questions with none, all or some right at first."""
     began_none = []
     began_all = []
     began_some = []
@@ -359,12 +359,12 @@ def changes(before: dict[str, float], now: dict[str, float]) -> Point:
 # ---------------------------------------------------------------- what a page shows of a run
 
 def distinct(items: Iterable[T]) -> list[T]:
-    """The items without repetitions, in the order of their first appearance."""
+    """The items without repetitions, in order of first appearance."""
     return list(dict.fromkeys(items))
 
 
 def thinned(items: list[T], most: int) -> list[T]:
-    """At most so many items, evenly spaced, with the first and the last."""
+    """At most this many items, evenly spaced, with the first and the last."""
     last = len(items) - 1
     if last < most:
         return items
@@ -377,7 +377,7 @@ def metric_names(points: list[Point]) -> list[str]:
 
 
 def curve_columns(points: list[Point], most: int) -> dict[str, list[float | None]]:
-    """The numbers of a curve, by name, at no more than so many points."""
+    """The numbers of a curve, by name, at no more than this many points."""
     kept = thinned(points, most)
     columns = {}
     for name in metric_names(points):
@@ -386,7 +386,7 @@ def curve_columns(points: list[Point], most: int) -> dict[str, list[float | None
 
 
 def shortened(text: str, most: int) -> str:
-    """A text without its middle, if it is longer than that many characters."""
+    """A text without its middle, if it's longer than this many characters."""
     half = most // 2
     num_left_out = len(text) - 2 * half
     if num_left_out <= 0:
@@ -395,7 +395,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def part_names(evaluations: list[Groups]) -> list[str]:
-    """The parts of the reward that any of these answers has."""
+    """The parts of the reward that any of these answers have."""
     names: dict[str, None] = {}
     for groups in evaluations:
         for group in groups.values():
@@ -406,17 +406,17 @@ def part_names(evaluations: list[Groups]) -> list[str]:
 
 @dataclass
 class Layout:
-    """What a page has room for, and the numbers that stand for questions and texts in it."""
+    """What a page has room for, and the numbers that represent questions and texts in it."""
 
     limits: Limits
     num_points: int  # of a curve
     questions: dict[str, int]  # the number of each question, by its prompt
     kept: set[int]  # the questions whose answers are shown
-    texts: dict[str, int]  # the number of each text, which the page holds only once
+    texts: dict[str, int]  # the number of each text, which the page stores only once
 
 
 def answer_row(answer: Answer, parts: list[str], layout: Layout) -> list:
-    """An answer as the page holds it, with the number of its text in place of the text."""
+    """An answer as the page stores it, with the number of its text instead of the text."""
     text = shortened(answer.completion, layout.limits.characters)
     return [
         layout.texts.setdefault(text, len(layout.texts)),
@@ -429,7 +429,7 @@ def answer_row(answer: Answer, parts: list[str], layout: Layout) -> list:
 
 
 def shown_run(run: RunData, layout: Layout) -> dict[str, Any]:
-    """A run as the page holds it. The texts of its answers are added to the layout."""
+    """A run as the page stores it. The texts of its answers are added to the layout."""
     steps = thinned(list(run.evaluations), layout.limits.evaluations)
     evaluations = [run.evaluations[step] for step in steps]
     parts = part_names(evaluations)
@@ -440,7 +440,7 @@ def shown_run(run: RunData, layout: Layout) -> dict[str, Any]:
         shares[question] = []
         rows_of_evaluations = []
         for groups in evaluations:
-            group = groups.get(prompt, [])  # Not every evaluation has asked this question.
+            group = groups.get(prompt, [])  # Not every evaluation asked this question.
             shares[question].append(mean([answer.solved for answer in group]))
             if question in layout.kept:
                 rows = [answer_row(answer, parts, layout) for answer in group]
@@ -463,7 +463,7 @@ def shown_run(run: RunData, layout: Layout) -> dict[str, Any]:
 # ---------------------------------------------------------------- the page
 
 def labels(prompts: list[str]) -> list[str]:
-    """The words of each prompt without those that all prompts begin and end with."""
+    """The words of each prompt, without the words that all prompts begin and end with."""
     texts = [prompt.split() for prompt in prompts]
     reversed_texts = [words[::-1] for words in texts]
     num_before = len(os.path.commonprefix(texts))
@@ -477,7 +477,7 @@ def labels(prompts: list[str]) -> list[str]:
 
 
 def differing_settings(runs: list[RunData]) -> list[list[str]]:
-    """Rows of a key and its value in each run, for the settings that are not equal in all."""
+    """Rows of a key and its value in each run, for the settings that differ."""
     rows = []
     for key in distinct(key for run in runs for key in run.settings):
         if key in OWN_SETTINGS:
@@ -489,7 +489,7 @@ def differing_settings(runs: list[RunData]) -> list[list[str]]:
 
 
 def code_diff(name: str, first: RunData, run: RunData) -> list[str]:
-    """The unified diff of a file between two runs: no lines if it is the same in both."""
+    """The unified diff of a file between two runs, with no lines if it's the same in both."""
     diff = difflib.unified_diff(
         first.code[name],
         run.code[name],
@@ -510,7 +510,7 @@ def shown_diff(lines: list[str]) -> str:
 
 
 def differing_code(runs: list[RunData]) -> tuple[list[list[str]], list[tuple[int, str, str]]]:
-    """Rows like those of differing settings, for the files of code, and the diffs behind them.
+    """Rows like the ones for differing settings, for the files of code, and the diffs behind them.
 
     A diff comes with the number of its run, which is compared with the first run that has a copy,
     and with the name of the file.
@@ -542,7 +542,7 @@ def differing_code(runs: list[RunData]) -> tuple[list[list[str]], list[tuple[int
 
 
 def points_per_curve(runs: list[RunData]) -> int:
-    """How many points each curve may have, so that all of them fit the page."""
+    """How many points each curve may have, so that all curves fit the page."""
     num_curves = 0
     for run in runs:
         for points in run.curves:
@@ -567,7 +567,7 @@ def left_out(runs: list[RunData], layout: Layout) -> list[str]:
 
 
 def as_script(data: dict[str, Any]) -> str:
-    """JSON that can stand in a script of the page, because nothing in it can end the script."""
+    """JSON that can be put into a script of the page, because nothing in it can end the script."""
     text = json.dumps(data, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e")
 
@@ -597,7 +597,7 @@ def page(runs: list[RunData]) -> str:
         text = as_script(data)
         if len(template.encode()) + len(text) <= MOST_BYTES:
             return template.replace("DATA", text, 1)
-    raise UserError(f"{len(runs)} runs are too many for a page of {MOST_BYTES:,} bytes: give fewer")
+    raise UserError(f"{len(runs)} runs are too many for a page of {MOST_BYTES:,} bytes: name fewer")
 
 
 def main(arguments: list[str]) -> int:

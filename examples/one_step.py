@@ -3,12 +3,12 @@
     .venv/bin/python examples/one_step.py
         takes the first question of a run whose answers differ in reward, and writes one_step.html
     .venv/bin/python examples/one_step.py --model runs/<name>/best 3 7 25 = 68 training.seed=1
-        takes another model, a question of your own, and any key of config.yaml
+        takes a different model, your own question, and any key of config.yaml
     .venv/bin/python examples/one_step.py --all 20
-        writes no page, but prints the mean of the same numbers over 20 questions, as a line of JSON
+        writes no page, but prints means of the same numbers over 20 questions, as a line of JSON
 
 This file uses main.py as a library. `one_step` is its `training_step` for one group of answers, at
-the full learning rate. The page is one_step_page.html with the numbers put in.
+the full learning rate. The page is one_step_page.html with the numbers filled in.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from statistics import fmean, stdev
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import ask  # It is beside this file. It makes main.py importable, and prints what is being loaded.
+import ask  # It's next to this file. It makes main.py importable, and says what's being loaded.
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -39,21 +39,21 @@ from main import Run, Trajectory
 
 TEMPLATE = Path(__file__).with_name("one_step_page.html")
 NUMBERS = ("change_as_meant", "change_rewarded", "change_punished")
-MOST_TRIES = 50  # groups without a signal, one after the other
+MOST_TRIES = 50  # groups in a row without a signal
 MOST_BYTES = 300_000  # of a page
-# So many tokens of all answers, and so many characters of a question, are on a page. We take the
-# first number whose page is small enough.
+# A page has at most this many tokens of all answers, and this many characters of a question. We
+# use the first number whose page is small enough.
 MOST_TOKENS = (8192, 4096, 2048, 1024, 512, 256, 128, 64)
-SHOWN_ANSWERS = 4  # of a column of the page
+SHOWN_ANSWERS = 4  # in a column of the page
 
 
 # ---------------------------------------------------------------- a run of one step
 
 def prepare(config: Config) -> Run:
-    """Returns a run without a folder and without a log, at the full learning rate."""
+    """Returns a run without a folder or a log, at the full learning rate."""
     if config.training.learning_type == "distill":
-        raise UserError("training.learning_type=distill: this page shows what rewards do. Choose "
-                        "grpo or sil")
+        raise UserError("training.learning_type=distill: this page shows what rewards do. Set it "
+                        "to grpo or sil")
     training = config.training.model_copy(update={"warmup_steps": 0, "decay_steps": None})
     config = config.model_copy(update={"training": training})
     # The learning rate of step 0 is 0.
@@ -64,19 +64,19 @@ def prepare(config: Config) -> Run:
 
 
 class Place(NamedTuple):
-    """Where a group of answers is in training. The random numbers of its answers depend on it."""
+    """Where in training a group of answers is. The random numbers of its answers depend on it."""
 
     rows: list[dict]  # the questions of the step
     step: int
-    index: int        # of the group's question among those of the step
+    index: int        # of the group's question among the questions of the step
 
 
 def sampled(run: Any, rows: list[dict], step: int) -> list[tuple[list, list]]:
-    """Samples a group of answers to each row. Returns each group, and those of its answers that
+    """Samples a group of answers for each row. Returns each group, and those of its answers that
     count in the loss.
 
-    The random numbers are those of this step of training. So whatever differs when it is called
-    again differs because of an update."""
+    The random numbers are the ones of this step of training. So if something differs when it's
+    called again, it differs because of an update."""
     training = run.config.training
     torch.manual_seed(random_seed(training.seed, step, "train"))
     questions = [main.make_question(run, row) for row in rows]
@@ -86,8 +86,8 @@ def sampled(run: Any, rows: list[dict], step: int) -> list[tuple[list, list]]:
 
 def groups_with_signal(run: Run, row: dict | None) -> Iterator[tuple[list, list, Place]]:
     """Yields groups that something can be learned from, in the order in which training meets them.
-    With a row, all groups answer this row. A group comes with those of its answers that count in
-    the loss, and with its place."""
+    With a row, all groups answer this row. A group comes with the answers of it that count in the
+    loss, and with its place."""
     num_tries = 0
     for run.step in itertools.count(1):
         rows = [row] if row else [question.row for question in main.questions(run)]
@@ -98,8 +98,8 @@ def groups_with_signal(run: Run, row: dict | None) -> Iterator[tuple[list, list,
                 yield group, counted, Place(rows, run.step, index)
             if num_tries == MOST_TRIES:
                 raise UserError(
-                    f"{MOST_TRIES} groups, and in none of them do answers differ in reward: "
-                    "nothing can be learned from that; ask something easier or harder, or another "
+                    f"in each of {MOST_TRIES} groups in a row, all answers earned the same reward, "
+                    "so there is nothing to learn: ask something easier or harder, or a different "
                     "model")
 
 
@@ -112,7 +112,7 @@ def has_signal(run: Run, answers: list[Trajectory]) -> bool:
 
 def measure(run: Run, answers: list[Trajectory], name: str) -> None:
     """Stores the log-probabilities and entropies of all tokens in the answers, under this name.
-    Answers that nothing is learned from move together with the others, so it measures them too."""
+    Answers that nothing is learned from change along with the others, so it measures them too."""
     batches = measure_in_batches(run.policy.module, answers, run.config.training)
     for batch, log_probs, entropies in batches:
         if not log_probs.isfinite().all():
@@ -121,8 +121,8 @@ def measure(run: Run, answers: list[Trajectory], name: str) -> None:
 
 
 def one_step(run: Run, group: list[Trajectory], counted: list[Trajectory]) -> dict[str, float]:
-    """Makes one update with a group, and returns how its tokens have changed. Every answer then has
-    the log-probabilities `before` and `after`."""
+    """Makes one update with a group, and returns how its tokens have changed. After that every
+    answer has the log-probabilities `before` and `after`."""
     measure(run, group, "before")
     main.learn(run, counted)
     measure(run, group, "after")
@@ -133,8 +133,8 @@ def one_step(run: Run, group: list[Trajectory], counted: list[Trajectory]) -> di
 # ---------------------------------------------------------------- many groups
 
 def average(run: Run, num_groups: int) -> dict[str, float | None]:
-    """Returns mean and standard deviation of the numbers of so many groups. Each group updates the
-    model as it was loaded."""
+    """Returns mean and standard deviation of the numbers over this many groups. Each group updates
+    the model as loaded."""
     weights = copy.deepcopy(run.model.state_dict())
     optimizer_state = copy.deepcopy(run.optimizer.state_dict())
     found = []
@@ -142,7 +142,7 @@ def average(run: Run, num_groups: int) -> dict[str, float | None]:
     for group, counted, _ in itertools.islice(groups, num_groups):
         found.append(one_step(run, group, counted))
         run.model.load_state_dict(weights)
-        run.optimizer.load_state_dict(copy.deepcopy(optimizer_state))  # It keeps what it is given.
+        run.optimizer.load_state_dict(copy.deepcopy(optimizer_state))  # It keeps what it's given.
         refresh_sampler(run.sampler, run.model)
     means: dict[str, float | None] = {"groups": num_groups}
     for name in NUMBERS:
@@ -155,10 +155,10 @@ def average(run: Run, num_groups: int) -> dict[str, float | None]:
 # ---------------------------------------------------------------- what the page shows
 
 def texts_of_tokens(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
-    """Returns what each token adds to the text. A token that ends within a character adds nothing,
+    """Returns what each token adds to the text. A token that ends inside a character adds nothing,
     and a later token adds the whole character."""
     texts = []
-    num_done = 0  # of the tokens, those whose text is complete
+    num_done = 0  # how many tokens have their text complete
     for end in range(1, len(ids) + 1):
         start = max(0, num_done - 4)
         before = tokenizer.decode(ids[start:num_done], clean_up_tokenization_spaces=False)
@@ -187,8 +187,8 @@ def verdict(run: Run, answer: Trajectory) -> str:
 
 
 def shown_tokens(run: Run, answer: Trajectory, most: int) -> list[list]:
-    """Returns text, log p before, its change and entropy of at most so many tokens of an answer. A
-    text without numbers stands for those that are left out."""
+    """Returns text, log p before, its change and entropy for at most this many tokens of an answer.
+    A text without numbers represents the ones left out."""
     columns = zip(
         texts_of_tokens(run.tokenizer, answer.completion_ids),
         answer.before.tolist(),
@@ -208,7 +208,7 @@ def shown_tokens(run: Run, answer: Trajectory, most: int) -> list[list]:
 
 
 def shown_answer(run: Run, answer: Trajectory, most: int) -> dict[str, Any]:
-    """Returns an answer as the page holds it, with at most so many of its tokens."""
+    """Returns an answer as the page stores it, with at most this many of its tokens."""
     change = answer.after - answer.before  # (tokens,)
     has_moved = change.abs() > MOVED
     is_learned = answer.old_log_probs is not None and bool(answer.token_advantages.any())
@@ -248,11 +248,11 @@ def page(
     columns: list[tuple[str, list[Trajectory]]],
     settings: str,
 ) -> str:
-    """Returns one_step_page.html with the numbers put in. Of long answers it shows a part."""
+    """Returns one_step_page.html with the numbers filled in. It shows long answers only in part."""
     template = TEMPLATE.read_text(encoding="utf-8")
     training = run.config.training
     rule = training.scale_rewards
-    num_best = max(1, len(answers) // 4)  # what the page counts as the best, if you choose sil
+    num_best = max(1, len(answers) // 4)  # how many the page counts as the best, if you choose sil
     if training.learning_type == "sil":
         rule = "sil"
         num_best = training.k_best_of_n[0]
@@ -273,11 +273,11 @@ def page(
         })
         if len(template) + len(text) <= MOST_BYTES:
             return template.replace("DATA", text, 1)
-    raise UserError(f"{len(answers)} answers are too many for a page: see k_best_of_n")
+    raise UserError(f"{len(answers)} answers are too many for a page: lower training.k_best_of_n")
 
 
 def as_script(data: dict[str, Any]) -> str:
-    """Returns JSON that can stand in a script of the page. Nothing in it can end the script."""
+    """Returns JSON that can be put into a script of the page. Nothing in it can end the script."""
     text = json.dumps(data)
     return text.replace("<", "\\u003c").replace(">", "\\u003e")
 
@@ -285,7 +285,7 @@ def as_script(data: dict[str, Any]) -> str:
 # ---------------------------------------------------------------- the command
 
 def answers_of_other_model(run: Run, model: Path, place: Place) -> list[Trajectory]:
-    """Asks another model the same question, with the same settings and random numbers."""
+    """Asks a different model the same question, with the same settings and random numbers."""
     other = ask.load(model)
     other.config = run.config
     other.task = run.task
@@ -319,12 +319,12 @@ def write_page(run: Run, row: dict | None, trained: Path | None, out: Path) -> N
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    """Returns the options. Their words are split into `keys` and `question`."""
+    """Returns the options, with their words split into `keys` and `question`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=Path("tiny/model"), help="a folder")
     parser.add_argument(
         "--trained", type=Path,
-        help="another model for a third column; by default best/ of the newest run of Countdown")
+        help="another model for a third column; by default best/ of the newest Countdown run")
     parser.add_argument(
         "--all", type=int, metavar="N", help="print means over N questions, and write no page")
     parser.add_argument("--out", type=Path, default=Path("one_step.html"))
@@ -337,14 +337,15 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 def check_options(options: argparse.Namespace) -> None:
     if (options.model / "adapter_config.json").exists():
-        raise UserError(f"{options.model} holds adapters: make a plain model of them first, as "
-                        "docs/models.md says under After LoRA")
+        raise UserError(f"{options.model} holds adapters: first turn them into a plain model, as "
+                        "described in docs/models.md under After LoRA")
     if options.all is not None and (options.all < 1 or options.question):
-        raise UserError("--all N averages over N >= 1 questions of the training set")
+        raise UserError("--all N averages over training questions: set N to 1 or more, and ask no "
+                        "question")
 
 
 def start(options: argparse.Namespace) -> None:
-    """Does what the command line says. A mistake of the user ends in a UserError."""
+    """Carries out the command line. A user's mistake ends in a UserError."""
     check_options(options)
     row = ask.read_question(options.question) if options.question else None
     model = f"model.name={json.dumps(str(options.model))}"
@@ -353,8 +354,8 @@ def start(options: argparse.Namespace) -> None:
     is_countdown = config.task.name == "countdown"
     if row and not is_countdown:
         words = " ".join(options.question)
-        raise UserError(f"{words!r} is a question of Countdown, and task.name is "
-                        f"{config.task.name!r}: leave it out, and a training question is taken")
+        raise UserError(f"{words!r} is a Countdown question, but task.name is "
+                        f"{config.task.name!r}: leave it out to use a training question")
     join()
     run = prepare(config)
     if options.all is not None:

@@ -1,11 +1,11 @@
 """Rewards to build a task from. Each takes a completion and returns a number.
 
-The task, or `task.reward_weights`, says how much each of them counts. Their values are those of
-well-known recipes. `format_strict`, `tag_count` and `reasoning_steps` come from tutorials that
-train on GSM8K from scratch. `format_r1`, `cosine` and `repetition` come from ms-swift.
+The task, or `task.reward_weights`, says how much each of them counts. Their values come from
+well-known recipes: `format_strict`, `tag_count` and `reasoning_steps` from tutorials that train on
+GSM8K from scratch, `format_r1`, `cosine` and `repetition` from ms-swift.
 
-All of them expect a completion that opens its own <think>. If the prompt has opened it already,
-put what it ends with before the completion, like "<think>\\n". None of them can say whether two
+All of them expect a completion that opens its own <think>. If the prompt has already opened it, put
+the end of the prompt before the completion, like "<think>\\n". None of them can tell whether two
 LaTeX formulas are equal.
 """
 
@@ -26,8 +26,8 @@ STEP = re.compile(r"Step \d+:|^\d+\.|^[-*]|First,|Second,|Next,|Finally,", re.MU
 # ---------------------------------------------------------------- the answer
 
 def answer_block(completion: str) -> str | None:
-    """Returns what stands in the one <answer>...</answer> after the thinking. Returns None if there
-    is none, or if a tag stands there twice."""
+    """Returns what's inside the one <answer>...</answer> after the thinking. Returns None if there
+    is none, or if a tag appears twice."""
     thinking, closed, text = completion.partition("</think>")
     if not closed:
         text = thinking
@@ -42,7 +42,7 @@ def answer_block(completion: str) -> str | None:
 
 def number(text: str) -> Fraction | None:
     """Returns the one number in a text, like -7 or $1,234.50 or "18 dollars.". Returns None if
-    there is none, or more than one."""
+    there's none, or more than one."""
     text = text.replace("\N{MINUS SIGN}", "-")[:200]
     found = [digits for digits in NUMBER.findall(text) if digits]
     if len(found) != 1:
@@ -54,7 +54,7 @@ def accuracy(completion: str, answer: str) -> float:
     """Returns 1.0 if the number in the answer block equals the number in `answer`."""
     expected = number(answer)
     if expected is None:
-        raise ValueError(f"the answer to compare with holds no number, or several: {answer!r}")
+        raise ValueError(f"the answer to compare with must contain one number, not {answer!r}")
     given = number(answer_block(completion) or "")
     return float(given == expected)
 
@@ -62,13 +62,13 @@ def accuracy(completion: str, answer: str) -> float:
 # ---------------------------------------------------------------- the format
 
 def format_r1(completion: str) -> float:
-    """Returns 1.0 for <think>...</think><answer>...</answer>, with each tag once, and with nothing
-    but blanks around and between the two blocks."""
+    """Returns 1.0 for <think>...</think><answer>...</answer>, with each tag once and nothing but
+    whitespace around and between the two blocks."""
     return matches_once(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", completion)
 
 
 def format_strict(completion: str) -> float:
-    """Returns 1.0 for the same format, if every tag stands on a line of its own."""
+    """Returns 1.0 for the same format, if every tag is on a line of its own."""
     return matches_once(r"<think>\n.*\n</think>\n<answer>\n.*\n</answer>\n?", completion)
 
 
@@ -79,8 +79,8 @@ def matches_once(pattern: str, completion: str) -> float:
 
 
 def tag_count(completion: str) -> float:
-    """Returns 0.25 for each of the four tags that stands exactly once, on a line of its own. This
-    is a part of the way to `format_strict`."""
+    """Returns 0.25 for each of the four tags that appears exactly once, on a line of its own. This
+    is part of the way to `format_strict`."""
     reward = 0.0
     for tag in ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>"):
         if completion.count(tag) == 1:
@@ -105,10 +105,10 @@ def cosine(
     right: tuple[float, float] = (1.0, 0.5),
 ) -> float:
     """Returns a reward that depends on the length. A right answer should be short, and a wrong one
-    should have tried for long.
+    should at least have tried for long.
 
-    `wrong` and `right` are the rewards at length 0, and at `max_length` and beyond. Half a cosine
-    lies between them."""
+    `wrong` and `right` are the rewards at length 0, and at `max_length` and beyond. Between them
+    lies half a cosine."""
     at_zero, at_most = right if correct else wrong
     angle = math.pi * min(length, max_length) / max_length
     height = (1 + math.cos(angle)) / 2  # It falls from 1 to 0.
@@ -116,7 +116,7 @@ def cosine(
 
 
 def repetition(completion: str, n: int = 3, max_penalty: float = -1.0) -> float:
-    """Returns `max_penalty` times the share of runs of n words that the text has had before."""
+    """Returns `max_penalty` times the share of runs of n words that have occurred before."""
     words = completion.lower().split()
     runs = [tuple(words[i:i + n]) for i in range(len(words) - n + 1)]
     if not runs:
@@ -127,10 +127,10 @@ def repetition(completion: str, n: int = 3, max_penalty: float = -1.0) -> float:
 # ---------------------------------------------------------------- a reward model
 
 class RewardModel:
-    """A sequence classifier of transformers, by path or hub id.
+    """A transformers sequence classifier, by path or hub id.
 
-    If it has one label, the reward is the logit of this label. If it has several, the reward is the
-    probability of the `label` that you name. If a text is longer than its tokenizer allows
+    If it has one label, the reward is that label's logit. If it has several, the reward is the
+    probability of the `label` you name. If a text is longer than its tokenizer allows
     (`model_max_length`), prompt and answer lose their beginnings. In a task:
 
         judge = RewardModel("path/to/classifier")
@@ -146,13 +146,13 @@ class RewardModel:
         missing = sorted(loading["missing_keys"])
         if missing:
             raise ValueError(
-                f"{path!r} is no trained classifier: it lacks {', '.join(missing[:3])}")
+                f"{path!r} is not a trained classifier: it lacks {', '.join(missing[:3])}")
         self.model.eval()
         self.model.to(DEVICE)
         labels = self.model.config.label2id
         needs_label = len(labels) > 1 or label is not None
         if needs_label and label not in labels:
-            raise ValueError(f"{path!r} knows the labels {', '.join(labels)}: say which one to "
+            raise ValueError(f"{path!r} has the labels {', '.join(labels)}: say which one to "
                              "reward")
         self.place = labels[label] if needs_label else 0
 
@@ -166,7 +166,7 @@ class RewardModel:
                 ],
                 tokenize=False,
             )
-            # The template has added all special tokens.
+            # The template has already added all special tokens.
             encoded = self.tokenizer(
                 text, add_special_tokens=False, truncation=True, return_tensors="pt")
         else:

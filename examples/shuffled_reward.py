@@ -1,5 +1,5 @@
-"""Countdown in which every answer earns what some other answer has earned. These rewards are as
-frequent as the real ones, but tell nothing. A trainer that improves on them is fooling itself."""
+"""Countdown in which every answer gets the reward of some other answer. These rewards are as
+frequent as the real ones, but say nothing. A trainer that improves on them is fooling itself."""
 
 import random
 
@@ -7,7 +7,7 @@ import countdown
 from countdown import REPLY_START, SOLVED, SYSTEM_MESSAGE, load
 
 __all__ = ["REPLY_START", "REWARD_WEIGHTS", "SOLVED", "SYSTEM_MESSAGE", "load", "reward_function"]
-# The honest parts are measured, but pay nothing.
+# The honest parts are measured, but earn nothing.
 REWARD_WEIGHTS = {"shuffled": 1.0, "format": 0.0, "answer": 0.0}
 POOL_SIZE = 256
 pool: list[float] = []
@@ -22,5 +22,5 @@ def reward_function(completion: str, row: dict) -> dict[str, float]:
         stream.shuffle(pool)
     place = stream.randrange(len(pool))
     paid = pool[place]
-    pool[place] = earned  # It is left for another answer.
+    pool[place] = earned  # for some other answer
     return {"shuffled": paid, **parts}

@@ -1,6 +1,6 @@
-"""What a reader of the algorithm may believe without reading it. Each file's first line says what.
+"""What a reader of the algorithm can take on trust. Each file's first line says what it's about.
 
-Importing this package comes before everything else. It reads .env, and says what takes so long."""
+This package is imported before everything else: it reads .env, and says what's taking so long."""
 
 import linecache
 import os
@@ -15,25 +15,25 @@ IS_A_COMMAND = Path(sys.argv[0]).name in ("main.py", "ask.py", "one_step.py")
 
 
 def keep_source(file: str) -> None:
-    """Lets `inspect` see the text that Python has just read, also if the file is edited while the
-    imports take their time. An entry without a time is never read again."""
+    """Lets `inspect` see the source that Python has just read, even if the file is edited while
+    the imports are running. An entry without a time is never read again."""
     lines = linecache.getlines(file)
     linecache.cache[file] = (len(lines), None, lines, file)
 
 
 def on_ctrl_c() -> None:
-    """From now on Ctrl-C prints one line and ends the process with 130. There is nothing to tidy
-    up, because a run resumes from its newest checkpoint."""
+    """From now on Ctrl-C prints one line and exits with code 130. There's nothing to tidy up,
+    because a run resumes from its newest checkpoint."""
     line = b"\nstopped by Ctrl-C"
     if Path(sys.argv[0]).name == "main.py":
-        line += b"; the same command resumes what was saved"
+        line += b"; run the same command to resume from the newest checkpoint"
 
     def end(number: int, frame: object) -> None:
         os.write(2, line + b"\n")  # Not `print`, which this may have interrupted.
         os._exit(130)
 
-    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # With nohup it is to be ignored.
-        # Python's handlers wait for the end of C code, so ranks that say nothing have none.
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # nohup wants it ignored.
+        # Python's handlers wait for C code to return, so ranks that say nothing have none.
         signal.signal(signal.SIGINT, end if IS_FIRST_RANK else signal.SIG_DFL)
 
 
@@ -43,9 +43,9 @@ if IS_A_COMMAND:
     on_ctrl_c()
     if IS_FIRST_RANK:
         print("importing PyTorch and transformers, 5 to 20 seconds ...", flush=True)
-# Before transformers and datasets are imported, which read HF_HUB_OFFLINE and the like only then.
+# Before transformers and datasets are imported: only then do they read HF_HUB_OFFLINE and the like.
 load_dotenv(Path(__file__).resolve().parent.parent / ".env")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # This silences a warning about forks.
-if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # The former name of the same setting.
-    # Each slice of sampling asks for a little more memory than the slice before it has freed.
+if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the old name of the same setting
+    # Each slice of sampling asks for a little more memory than the one before it has freed.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

@@ -1,9 +1,9 @@
-"""A model is checked before it is trained: does everything that runs here leave it as it is?
+"""Checks a model before it's trained: does everything here compute what the model itself computes?
 
-`own_logits` is the model's own forward pass, one answer at a time, without padding or cache. It
-shares no line with main.py. `Policy`, `generate_plain` and `generate_fast` are compared with it.
-`FastPolicy`, the policy that learns and the reference are compared with `Policy`. A teacher is
-compared with its own forward pass. Where one of them isn't exact, a run would learn from wrong
+`own_logits` is the model's own forward pass, one answer at a time, without padding or cache, and it
+shares no line with main.py. `Policy`, `generate_plain` and `generate_fast` are compared with it;
+`FastPolicy`, the policy being trained and the reference are compared with `Policy`. A teacher is
+compared with its own forward pass. If any of them were inexact, a run would learn from wrong
 numbers, and nothing would say so."""
 
 import inspect
@@ -24,13 +24,13 @@ from machinery.ranks import errors_on_all_ranks, tell
 from machinery.sampling import generate_fast
 from machinery.settings import Config
 
-# The mean absolute difference may be this many nats per token. In float32, rounding makes 1e-7 to
-# 2e-5. In mixed and bfloat16, which keep 8 bits of a number, it makes 0.002 to 0.06.
+# The mean absolute difference may be this many nats per token. Rounding causes 1e-7 to 2e-5 in
+# float32, and 0.002 to 0.06 in mixed and bfloat16, which keep 8 bits of a number.
 ALLOWED = {"float32": 1e-3, "mixed": 0.2, "bfloat16": 0.2}
 # Between FastPolicy and Policy, with the same weights and in the same precision.
 ALLOWED_FAST = {"float32": 1e-4, "mixed": 0.1, "bfloat16": 0.1}
 NUM_SAMPLED = 20  # more than the 16 tokens after which `generate_fast` continues from its cache
-NO_STOP = [2**31 - 1]  # No token has this id, so all rows stay to the end.
+NO_STOP = [2**31 - 1]  # No token has this id, so all rows go on to the end.
 
 OF_PLAIN = "log-probabilities of Policy differ from the model's own"
 OF_FAST = "log-probabilities of FastPolicy differ from Policy's"
@@ -38,8 +38,8 @@ WITH_TEACHER = " with the teacher's weights"  # follows one of these two
 NOTED = "log-probabilities noted by {} differ from the model's own"
 SAMPLED = "logits of tokens that {} sampled greedily differ from the highest"
 
-# Digests of the functions of main.py that the fast way was written for. It does what the first two
-# say, so with model.fast=true they may not be edited. It calls the third one.
+# Digests of the functions of main.py that the fast way was written for. It does the same as the
+# first two, so they may not be edited with model.fast=true. It calls the third.
 FORWARD, GENERATE, LOG_PROBS = "Policy.forward", "generate_plain", "Policy.log_probs_of_tokens"
 AS_WRITTEN = {
     FORWARD: "c5617763",
@@ -55,13 +55,13 @@ def check_model(
 ) -> None:
     """Ends the run if one of the comparisons above fails. Collective.
 
-    `plain` is the plain policy of the sampler, which is whole on each rank, also where the policy
-    is sharded. In mixed precision it is a copy in bfloat16. `prompt` is any prompt."""
+    `plain` is the sampler's plain policy, which is whole on each rank, even if the policy is
+    sharded. In mixed precision it's a copy in bfloat16. `prompt` is any prompt."""
     name = type(plain.model).__name__
     edited = edited_parts(type(plain), generate_plain)
-    # 50 tokens of a prompt, or all that it has. One that has not even 10 is repeated.
+    # 50 tokens of the prompt, or all it has. If it doesn't even have 10, it's repeated.
     text = list(islice(cycle(prompt), max(10, min(50, len(prompt)))))
-    hint = ", with model.fast=true" if config.model.fast else ""
+    hint = " with model.fast=true" if config.model.fast else ""
     with errors_on_all_ranks(), as_user_error(f"{name} cannot be trained here{hint}"):
         follow_edits(edited, config)
         differences = compare_policies(plain, policy, reference, text, stop_id, config)
@@ -71,14 +71,14 @@ def check_model(
         for what, (difference, allowed) in differences.items():
             if difference <= allowed:  # It may be nan.
                 continue
-            line = (f"{what} by {difference:.2g} nats a token in the mean, and {allowed:.2g} is "
+            line = (f"{what} by {difference:.2g} nats per token on average, where {allowed:.2g} is "
                     "allowed for rounding")
             causes = [part for part in edited if what in explained_by(part)]
             if causes and not config.model.fast:
                 tell(line)
             elif causes:
-                raise UserError(f"{line}: {' and '.join(causes)} in main.py is edited. If you mean "
-                                "that, set model.fast=false")
+                raise UserError(f"{line}: you have edited {' and '.join(causes)} in main.py. If "
+                                "the difference is intended, set model.fast=false")
             else:
                 raise UserError(f"{name} cannot be trained here{hint}: {line} "
                                 "(docs/models.md#which-models-work)")
@@ -101,22 +101,23 @@ def edited_parts(policy_class: type, generate_plain: Callable) -> list[str]:
 
 
 def explained_by(part: str) -> list[str]:
-    """Returns which comparisons an edit of this part may spoil. No other difference is excused."""
+    """Returns the comparisons that an edit of this part may spoil. It excuses no other."""
     if part == GENERATE:
         return [NOTED.format("generate_plain"), SAMPLED.format("generate_plain")]
     return [OF_PLAIN, OF_FAST, OF_PLAIN + WITH_TEACHER, OF_FAST + WITH_TEACHER]
 
 
 def follow_edits(edited: list[str], config: Config) -> None:
-    """With the fast way, refuses an edit that it would not follow."""
+    """Refuses an edit that the fast way would ignore."""
     if not config.model.fast:
         for name in edited:
-            tell(f"{name} in main.py is edited, and runs as it is")
+            tell(f"{name} in main.py has been edited, and runs as edited")
     else:
         for name in edited:
             if name != LOG_PROBS:
-                raise UserError(f"{name} in main.py is edited, and what runs by default does not "
-                                "follow it: set model.fast=false, which runs what main.py says")
+                raise UserError(f"{name} in main.py has been edited, but the faster code that runs "
+                                "by default ignores the edit: set model.fast=false to run main.py "
+                                "as it is")
 
 
 # ---------------------------------------------------------------- log-probabilities
@@ -125,8 +126,8 @@ def compare_policies(
     plain: nn.Module, policy: nn.Module, reference: nn.Module | None, text: list[int], stop_id: int,
     config: Config,
 ) -> dict[str, tuple[float, float]]:
-    """Compares log-probabilities of three answers that differ in length. Two of them have the same
-    prompt. Returns how far they are apart, and how far they may be.
+    """Compares the log-probabilities of three answers of different lengths, two of them to the same
+    prompt. Returns how far apart they are, and how far apart they may be.
 
     The reference has the weights of `plain`, unless it's a teacher."""
     long, short = split_text(text)
@@ -137,7 +138,7 @@ def compare_policies(
     ]
     allowed = ALLOWED[config.model.precision]
     temperature = config.sampling.temperature
-    # Both may consist of the same modules, so the mode is set before each.
+    # They may share their modules, so the mode is set before each.
     plain.eval()
     found = compare_with_own(plain, answers, config)
     of_plain, _, _ = found[OF_PLAIN]
@@ -147,7 +148,7 @@ def compare_policies(
         of_policy, of_plain, allowed)
     if config.training.teacher is not None:
         teacher = reference.plain if config.model.fast else reference
-        with as_user_error(f"training.teacher={config.training.teacher!r} cannot be read here"):
+        with as_user_error(f"training.teacher={config.training.teacher!r} cannot be used here"):
             of_teacher = compare_with_own(teacher, answers, config)
         for what, values in of_teacher.items():
             found[what + WITH_TEACHER] = values
@@ -155,7 +156,7 @@ def compare_policies(
         of_reference, _ = reference(answers)
         found["log-probabilities of the reference differ from the sampler's"] = (
             of_reference, of_plain, allowed)
-    # Logits that are divided by a low temperature differ by more.
+    # Dividing logits by a low temperature makes their differences larger.
     scale = min(1.0, temperature)
     return {what: (scale * mean_difference(one, other), most)
             for what, (one, other, most) in found.items()}
@@ -164,8 +165,8 @@ def compare_policies(
 def compare_with_own(
     plain: nn.Module, answers: list, config: Config
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor, float]]:
-    """Returns what is compared, both log-probabilities of each token, and how far they may be
-    apart."""
+    """Returns, for each comparison, both log-probabilities of each token and how far apart they may
+    be."""
     of_model = own_log_probs(plain.model, answers, config.sampling.temperature)
     of_plain, _ = plain(answers)
     found = {OF_PLAIN: (of_plain, of_model, ALLOWED[config.model.precision])}
@@ -176,7 +177,7 @@ def compare_with_own(
 
 
 def split_text(text: list[int]) -> tuple[list[int], list[int]]:
-    """Returns two prompts of different length that the text begins with."""
+    """Returns two prompts of different lengths, both of them beginnings of the text."""
     return text[:len(text) * 4 // 5], text[:len(text) // 2]
 
 
@@ -197,7 +198,8 @@ def own_logits(model: Any, prompt: list[int], completion: list[int]) -> torch.Te
 
 
 def of_tokens(values: torch.Tensor, tokens: list[int]) -> torch.Tensor:
-    """Returns the value of each token, (tokens,), from those of the vocabulary at its place."""
+    """Returns the value of each token, (tokens,), from the values of the vocabulary at its place.
+    """
     return values.gather(-1, torch.tensor(tokens, device=values.device)[:, None])[:, 0]
 
 
@@ -210,9 +212,9 @@ def mean_difference(one: torch.Tensor, other: torch.Tensor) -> float:
 def compare_sampling(
     generate: Callable, plain: nn.Module, text: list[int], config: Config
 ) -> dict[str, tuple[float, float]]:
-    """Samples the likeliest tokens. Compares their noted log-probabilities, and the tokens with the
-    likeliest ones. Rounding may choose a different token, but only one with nearly the same logit.
-    """
+    """Samples the likeliest tokens. Compares the log-probabilities noted for them with the model's
+    own, and their logits with the highest. Rounding may lead to a different token, but only to one
+    with nearly the same logit."""
     long, short = split_text(text)
     prompts = [long, short, long]
     temperature = config.sampling.temperature

@@ -1,5 +1,5 @@
-"""The code of a run: what main.py and the task's file say. It belongs to the experiment, as the
-settings do. What machinery/ says, and what a task imports, isn't part of it."""
+"""The code of a run: main.py and the task's file. It belongs to the experiment, just as the
+settings do. The files of machinery/, and whatever a task imports, don't count."""
 
 import ast
 import hashlib
@@ -22,7 +22,7 @@ class Code:
 
 def code_of(main: Callable, config: Config) -> Code:
     """Returns the code of this process. `main` is any function of main.py."""
-    lines, _ = inspect.findsource(main)  # the lines that run, even if no file has them any more
+    lines, _ = inspect.findsource(main)  # the lines that run, even if the file has changed since
     task = task_file(config.task.name)
     texts = {MAIN: "".join(lines), TASK: task.read_text(encoding="utf-8-sig")}
     return Code(texts, {MAIN: Path(inspect.getfile(main)), TASK: task})
@@ -31,8 +31,8 @@ def code_of(main: Callable, config: Config) -> Code:
 # ---------------------------------------------------------------- what code means
 
 def meaning(name: str, text: str) -> str:
-    """Returns what Python reads in the text. So comments and line breaks don't count. Docstrings of
-    main.py don't, either, but a task's docstring may be its prompt."""
+    """Returns what Python reads in the text, so comments and line breaks don't count. Neither do
+    the docstrings of main.py, but a task's docstring may be its prompt."""
     tree = ast.parse(text, name)
     if name == MAIN:
         for node in ast.walk(tree):
@@ -48,8 +48,8 @@ def is_docstring(statement: ast.stmt) -> bool:
 
 
 def written(part: object) -> str:
-    """Returns a part of a syntax tree as text. Unlike those of `ast.dump` and `ast.unparse`, it's
-    the same in Python 3.11 to 3.13, except for some nested f-strings."""
+    """Returns a part of a syntax tree as text. Unlike what `ast.dump` and `ast.unparse` return,
+    it's the same in Python 3.11 to 3.13, except for some nested f-strings."""
     if isinstance(part, ast.AST):
         fields = []
         for name, value in ast.iter_fields(part):
@@ -62,13 +62,13 @@ def written(part: object) -> str:
 
 
 def digest_of(texts: dict[str, str]) -> str:
-    """Returns a short word for what the texts mean. YAML never takes it for a number."""
+    """Returns a short digest of what the texts mean. YAML never reads it as a number."""
     text = "\n".join(meaning(name, text) for name, text in sorted(texts.items()))
     return f"c{hashlib.sha256(text.encode()).hexdigest()[:7]}"
 
 
 def changed_files(then: dict[str, str], now: dict[str, str]) -> list[str]:
-    """Returns the names of the texts that mean something else."""
+    """Returns the names of the texts whose meaning has changed."""
     changed = []
     for name, text in now.items():
         if text != then[name] and meaning(name, text) != meaning(name, then[name]):

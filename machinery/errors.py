@@ -1,4 +1,4 @@
-"""A user's mistake ends in one line that says what to do. All else ends in Python's traceback."""
+"""A user's mistake ends in one line that says what to do; everything else in a Python traceback."""
 
 import re
 import traceback
@@ -10,46 +10,46 @@ import torch
 import torch.distributed as dist
 
 OUT_OF_RANGE = (
-    "the model gives no probabilities any more: lower training.learning_rate, or raise "
+    "the model no longer gives valid probabilities: lower training.learning_rate, or raise "
     "sampling.temperature. The saved checkpoints are not affected"
 )
-# What needs less memory, the change that costs least first.
+# Ways to need less memory, cheapest first.
 SAMPLE_IN_LESS_MEMORY = "lower sampling.max_rows, then training.max_new_gen_tokens"
 LEARN_IN_LESS_MEMORY = (
     "lower training.tokens_per_micro_batch, then set model.gradient_checkpointing to true, then "
-    "model.lora_rank to 32. With several GPUs set training.shard to true"
+    "model.lora_rank to 32. With several GPUs, set training.shard to true"
 )
 LOAD_IN_LESS_MEMORY = (
-    "set model.lora_rank to 32, for example, use a smaller model or teacher, or start fewer ranks. "
-    "With several GPUs set training.shard to true"
+    "set model.lora_rank (to 32, for example), use a smaller model or teacher, or start fewer "
+    "ranks. With several GPUs, set training.shard to true"
 )
 REMEDY_OF_PHASE = {
     "sample": SAMPLE_IN_LESS_MEMORY,
     "evaluate": SAMPLE_IN_LESS_MEMORY,
-    "score": "it is the task's reward that needs the memory",
+    "score": "it is the task's reward that needs the memory, so make it use less",
     "learn": LEARN_IN_LESS_MEMORY,
     "measure": LEARN_IN_LESS_MEMORY,
-    "save": "saving takes 2 GB of the computer's RAM, or as much as the largest tensor",
+    "save": "saving needs 2 GB of RAM, or as much as the largest tensor: free that much",
 }
 KILLED = (
-    "exit code -9 (SIGKILL) most often means that the computer ran out of memory: lower "
+    "exit code -9 (SIGKILL) usually means that the computer ran out of memory: lower "
     "training.tokens_per_micro_batch, then sampling.max_rows, or start fewer ranks"
 )
 
 
 class UserError(Exception):
-    """Something that the user can mend. It ends in one line and exit code 2."""
+    """Something the user can fix. It ends in one line and exit code 2."""
 
 
 class SharedError(UserError):
-    """A user error that every rank raises."""
+    """A user error that all ranks raise."""
 
 
 @contextmanager
 def as_user_error(
     what: str, kinds: tuple[type[BaseException], ...] = (Exception,)
 ) -> Iterator[None]:
-    """Turns an error of these kinds into a user error about `what`, which the user has named."""
+    """Turns an error of these kinds into a user error about `what`, which names the culprit."""
     try:
         yield
     except kinds as error:
@@ -63,7 +63,7 @@ def as_user_error(
 
 @contextmanager
 def errors_of_phase(phase: str, steps_done: int) -> Iterator[None]:
-    """Turns what a lack of memory, or a model without probabilities, has caused into advice."""
+    """Turns a lack of memory, or a model without valid probabilities, into advice."""
     try:
         yield
     except UserError:
@@ -76,14 +76,14 @@ def errors_of_phase(phase: str, steps_done: int) -> Iterator[None]:
         if "probability tensor contains" in str(error):
             raise UserError(f"after step {steps_done} {OUT_OF_RANGE}") from error
         if is_sampling and "device-side assert" in str(error):
-            raise UserError(f"after step {steps_done} the GPU stopped while sampling, and "
-                            "CUDA_LAUNCH_BLOCKING=1 shows where. Most often "
+            raise UserError(f"after step {steps_done} the GPU stopped while sampling "
+                            "(CUDA_LAUNCH_BLOCKING=1 shows where). Usually "
                             f"{OUT_OF_RANGE}") from error
         raise
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Knows the words of PyTorch, of CUDA and its libraries, and of the system."""
+    """Recognizes the messages of PyTorch, of CUDA and its libraries, and of the system."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     words = "allocate memory|out of memory|ALLOC(ATION)?_FAILED"
@@ -91,23 +91,23 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_lost_rank(error: BaseException) -> bool:
-    """Whether an error only says that another rank is gone, or cannot be reached."""
+    """Whether an error only says that another rank is gone or can't be reached."""
     if not dist.is_initialized():
         return False
-    # An error of gloo is a plain RuntimeError that names gloo's source file.
+    # gloo raises a plain RuntimeError that names its source file.
     is_from_gloo = isinstance(error, RuntimeError) and "gloo/" in str(error)
     return is_from_gloo or isinstance(error, dist.DistError)
 
 
-# ---------------------------------------------------------------- texts in one line
+# ---------------------------------------------------------------- one-line messages
 
 def describe(error: BaseException, most: int = 300) -> str:
-    """Returns the text of an exception, which may have many lines, as one line."""
+    """Returns the message of an exception, which may have many lines, as one line."""
     return shortened(" ".join(visible(str(error)).split()), most)
 
 
 def visible(text: str) -> str:
-    """Returns the text with an escape for each character that has no shape of its own."""
+    """Returns the text with every unprintable character escaped."""
     def escape(character: re.Match) -> str:
         return character[0] if character[0].isprintable() else ascii(character[0])[1:-1]
 
@@ -115,7 +115,7 @@ def visible(text: str) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Returns at most so many characters of the text, by leaving out its middle."""
+    """Returns at most this many characters of the text, leaving out its middle."""
     if len(text) <= most:
         return text
     half = (most - 5) // 2

@@ -1,4 +1,4 @@
-"""What runs in place of the plain way of main.py by default: the same numbers, in less time."""
+"""What runs by default instead of the plain way of main.py: the same numbers, in less time."""
 
 from collections.abc import Callable
 
@@ -9,12 +9,12 @@ from torch.utils.checkpoint import checkpoint
 from machinery.passes import autocast, output_logits, pad_right
 from machinery.prompts import hidden_states
 
-LOGITS_PER_CHUNK = 2**25  # tokens x vocabulary, which are 128 MiB in float32
+LOGITS_PER_CHUNK = 2**25  # tokens x vocabulary, which take 128 MiB in float32
 
 
 class FastPolicy(nn.Module):
-    """Computes what the plain policy does. A prompt is read once for all of its answers, if the
-    model can continue from there, and the logits of all tokens never exist at the same time."""
+    """Computes what the plain policy does. But it reads a prompt once for all of its answers (if
+    the model can continue from there), and never holds the logits of all tokens at once."""
 
     def __init__(self, plain: nn.Module):
         super().__init__()
@@ -55,8 +55,8 @@ def compute_in_chunks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns what `function` makes of all states and tokens, two tensors of shape (tokens,).
 
-    The logits of all tokens would be by far the largest tensor. So they are computed for a chunk
-    of tokens at a time, and once more in the backward pass."""
+    The logits of all tokens would be by far the largest tensor, so they're computed for a chunk of
+    tokens at a time, and again in the backward pass."""
     log_probs = []
     entropies = []
     chunks = zip(states.split(chunk_size), tokens.split(chunk_size), strict=True)

@@ -1,4 +1,4 @@
-"""The instruments: what is measured of a step and of an evaluation, and what the first step says.
+"""The instruments: what's measured in a step and in an evaluation, and what the first step says.
 
 They change nothing. docs/numbers.md says what each number means."""
 
@@ -19,7 +19,7 @@ from machinery.ranks import DEVICE, WORLD_SIZE, max_over_ranks, sum_over_ranks
 from machinery.settings import Config, TrainingSettings, is_due
 from machinery.tasks import Task, grade
 
-# From this mean on, in nats, the sampler is another model than the policy (docs/numbers.md).
+# At this mean gap (in nats) or more, sampler and policy are different models (docs/numbers.md).
 LARGE_GAP = {"float32": 1e-3, "mixed": 0.05, "bfloat16": 0.05}
 MOVED = 1e-6  # A token moved if its log-probability changed by more than this.
 GROUPS_GRADED_AGAIN = 4  # on each rank, with two answers of each group
@@ -37,7 +37,7 @@ NOTHING_LEARNED = {
 # ---------------------------------------------------------------- of an update
 
 class UpdateStatistics:
-    """Adds up over micro-batches what is told of an update."""
+    """Adds up over micro-batches what is reported about an update."""
 
     def __init__(self):
         self.sums: dict[str, Any] = {}
@@ -46,13 +46,13 @@ class UpdateStatistics:
     def add(
         self, loss: torch.Tensor, entropies: torch.Tensor, watched: dict[str, torch.Tensor]
     ) -> None:
-        """Adds a micro-batch. `entropies` are of its tokens, (tokens,)."""
+        """Adds a micro-batch. `entropies` has one value per token, (tokens,)."""
         values = {"loss": loss, "entropy": entropies.sum(), "tokens": len(entropies), **watched}
         for name, value in values.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
 
     def summary(self, grad_norm: float) -> dict[str, float]:
-        """Returns what the update was like over all ranks. Entropy, KL and the clipped share are
+        """Returns the update's statistics over all ranks. Entropy, KL and the clipped share are
         means over the tokens that were learned from. Collective."""
         totals = sum_over_ranks({name: float(total) for name, total in self.sums.items()})
         loss = totals.pop("loss")
@@ -68,7 +68,7 @@ class UpdateStatistics:
 
 
 def update_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
-    """Returns means over the updates that were made on one batch."""
+    """Returns means over the updates made on one batch."""
     made = [update for update in updates if update["updated"]] or updates
     means = {}
     for name in made[0]:
@@ -79,15 +79,15 @@ def update_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
 
 
 def count_skipped(num_skipped: int, update: dict[str, float], step: int) -> int:
-    """Returns how many steps in a row had a gradient that is not finite. Too many end the run. A
-    step that had nothing to learn from doesn't count."""
+    """Returns how many steps in a row had a gradient that isn't finite. Too many end the run. A
+    step with nothing to learn from doesn't count."""
     if not update["non_finite"]:
         return 0 if update["updated"] else num_skipped
     num_skipped += 1
     if num_skipped == MOST_SKIPPED_STEPS:
         raise SharedError(
             f"the gradient was not finite in {num_skipped} steps in a row, up to step {step}: "
-            "lower training.learning_rate, and start again under another run.name")
+            "lower training.learning_rate, and start over with a new run.name")
     return num_skipped
 
 
@@ -96,9 +96,9 @@ def count_skipped(num_skipped: int, update: dict[str, float], step: int) -> int:
 def step_metrics(
     run: Any, groups: list[list], answers: list, updates: list[dict[str, float]]
 ) -> dict[str, float | None]:
-    """Returns the metrics of a step over all ranks. `answers` are those that count in the loss. In
-    step 1, and where an evaluation follows, it makes one more forward pass. In step 1 it grades a
-    few answers once more. Collective."""
+    """Returns the metrics of a step over all ranks. `answers` are the ones that count in the loss.
+    In step 1, and before an evaluation, it makes one more forward pass. In step 1 it also grades a
+    few answers again. Collective."""
     learned = [answer for answer in answers if answer.old_log_probs is not None]
     metrics = sampling_metrics(groups, run.task) | memory_metrics()
     metrics |= update_metrics(updates) | sampler_metrics(learned)
@@ -113,7 +113,7 @@ def step_metrics(
 
 
 def sampling_metrics(groups: list[list], task: Task) -> dict[str, float]:
-    """Returns means over the step's questions or answers, of all ranks. Collective."""
+    """Returns means over the step's questions or answers on all ranks. Collective."""
     answers = list(chain(*groups))
     rewards = [[answer.reward for answer in group] for group in groups]
     means = {
@@ -131,7 +131,7 @@ def sampling_metrics(groups: list[list], task: Task) -> dict[str, float]:
     means["completion_length"] = fmean(answer.num_tokens for answer in answers)
     means["truncated"] = fmean(answer.is_truncated for answer in answers)
     means["tokens"] = sum(answer.num_tokens for answer in answers)
-    # Every rank has as many questions as the others, so the mean of their means is that of all.
+    # All ranks have equally many questions, so the mean of their means is the overall mean.
     totals = sum_over_ranks(means)
     metrics = {name: total / WORLD_SIZE for name, total in totals.items()}
     metrics["tokens"] = totals["tokens"]
@@ -149,8 +149,8 @@ def memory_metrics() -> dict[str, float]:
 
 
 def sampler_metrics(learned: list) -> dict[str, float]:
-    """Compares the log-probabilities that the sampler and the policy give to the tokens that are
-    learned from, before the update. Returns the mean and the largest difference. Collective."""
+    """Compares the log-probabilities that the sampler and the policy give the tokens being learned
+    from, before the update. Returns the mean and the largest difference. Collective."""
     differences = [torch.zeros(0)]
     for answer in learned:
         differences.append((answer.sampler_log_probs - answer.old_log_probs.cpu()).abs())
@@ -169,10 +169,9 @@ def sampler_metrics(learned: list) -> dict[str, float]:
 def change_metrics(
     policy: nn.Module, groups: list[list], learned: list, training: TrainingSettings
 ) -> dict[str, float]:
-    """Returns how the update has changed the log-probabilities of answers above and below their
-    group's mean reward, or with `distill` those of tokens that the teacher likes better or less. It
-    doesn't look at advantages, because the code that has computed them may be what is wrong.
-    Collective."""
+    """Returns how the update changed the log-probabilities of answers above and below their group's
+    mean reward, or with `distill`, of tokens that the teacher likes better or less. It doesn't look
+    at advantages, because the code that computed them may be what's wrong. Collective."""
     directions = reward_directions(groups)
     changes = []
     directions_of_tokens = [torch.zeros(0)]
@@ -184,7 +183,7 @@ def change_metrics(
                 direction_of_answer = answer.reference_log_probs - answer.old_log_probs
             directions_of_tokens.append(direction_of_answer.cpu())
     direction = torch.cat(directions_of_tokens).double()  # (tokens,)
-    # Where all rewards of a group are equal, a KL penalty may be what is learned from.
+    # If all rewards of a group are equal, it may still learn from a KL penalty.
     change = torch.cat(changes).cpu()[direction != 0]
     direction = direction[direction != 0]
     is_as_meant = change * direction > 0
@@ -210,8 +209,8 @@ def change_metrics(
 
 
 def reward_directions(groups: list[list]) -> dict[int, float]:
-    """Returns, by the id of the answer, its reward less the mean of its group. Where all rewards of
-    a group are equal, that's exactly 0."""
+    """Returns, by the id of the answer, its reward minus its group's mean. If all rewards of a
+    group are equal, that's exactly 0."""
     directions = {}
     for group in groups:
         rewards = [answer.reward for answer in group]
@@ -222,8 +221,8 @@ def reward_directions(groups: list[list]) -> dict[int, float]:
 
 
 def grading_metrics(task: Task, groups: list[list]) -> dict[str, float]:
-    """Grades a few answers twice more. Returns the share of those whose reward isn't what training
-    has used, or nan if the reward is random, so that two gradings may differ. Collective."""
+    """Grades a few answers twice more. Returns the share whose reward isn't what training used, or
+    nan if the reward is random, so that two gradings may differ. Collective."""
     sums = {"graded": 0, "wrong": 0, "random": 0}
     for group in groups[:GROUPS_GRADED_AGAIN]:
         ranked = sorted(group, key=lambda answer: answer.reward)
@@ -250,7 +249,7 @@ def parts_of(answers: list, part: str) -> list[float]:
 # ---------------------------------------------------------------- of an evaluation
 
 def evaluation_metrics(groups: list[list], task: Task) -> dict[str, float]:
-    """Returns the metrics of all answers to the held-out questions, one group for each question."""
+    """Returns the metrics of all answers to the held-out questions, one group per question."""
     answers = list(chain(*groups))
     best = []
     solved = []
@@ -275,15 +274,15 @@ def evaluation_metrics(groups: list[list], task: Task) -> dict[str, float]:
 
 
 def quality(metrics: dict[str, float]) -> list[float]:
-    """Returns what decides which evaluation was the best, compared in this order."""
+    """Returns what decides which evaluation was best, compared in this order."""
     return [metrics["eval/solved"], metrics["eval/best_of_n"]]
 
 
 def wilson_interval(values: list[float], most: int) -> tuple[float, float]:
     """Returns Wilson's 95 % interval for the mean of values from 0 to 1.
 
-    It is the interval of n samples of 0 or 1, where n is how many such samples would have as much
-    variance as these values: at least one for each value, and at most `most`."""
+    It's the interval of n samples of 0 or 1, where n is how many such samples would vary as much as
+    these values: at least one for each value, and at most `most`."""
     mean = fmean(values)
     n = len(values)
     variance = stdev(values) ** 2 if len(values) > 1 else 0.0
@@ -327,14 +326,14 @@ def solved_by_kind(groups: list[list], solved: list[float]) -> dict[str, float]:
 # A bad sign begins with an exclamation mark, and names the keys to look at.
 
 def look_at_first_step(metrics: dict[str, float | None], config: Config) -> list[str]:
-    """Returns the lines under the first step: what was measured, and what is off. `metrics` are
-    those of the step, and those of the evaluation before it."""
-    # All comparisons with nan are false, so that a missing number is no sign of anything.
+    """Returns the lines below the first step: what was measured, and what's off. `metrics` has the
+    numbers of the step and of the evaluation before it."""
+    # All comparisons with nan are false, so a missing number is never a bad sign.
     numbers = {name: math.nan if value is None else value for name, value in metrics.items()}
     signs = signs_of_sampling(numbers, config)
     if config.training.learning_type != "distill":  # There, rewards teach nothing.
-        # The evaluation before has asked more questions. If it has solved a few per cent, a step
-        # that has solved none had bad luck.
+        # The evaluation before it asked more questions. If that solved a few per cent, a step that
+        # solved none had bad luck.
         solved_before = numbers.get("eval/solved", math.nan)
         is_bad_luck = config.data.validation is None and 0.01 <= solved_before <= 0.1
         signs += signs_of_groups(numbers, is_bad_luck) + signs_of_rewards(numbers, is_bad_luck)
@@ -350,23 +349,23 @@ def measured(numbers: dict[str, float], config: Config) -> list[str]:
         "log p of a token changed on average by {change_rewarded:+.5f} in answers above their "
         "group's mean reward, and by {change_punished:+.5f} in answers below it. "
         "{change_as_meant:.0%} of all change goes the way the reward points")
-    truncation = "{truncated:.0%} of the answers are truncated, the others end by themselves"
+    truncation = "{truncated:.0%} of the answers are truncated, the others end on their own"
     groups = (
         "{groups_without_signal:.0%} of the groups have no signal. In {groups_all_solved:.0%} all "
         "answers are right, in {groups_none_solved:.0%} none")
     if config.training.learning_type == "distill":
         change = (
             "log p of a token changed on average by {change_rewarded:+.5f} where the teacher gives "
-            "it a higher probability, and by {change_punished:+.5f} where a lower one. "
-            "{change_as_meant:.0%} of all change goes towards the teacher")
+            "it a higher probability, and by {change_punished:+.5f} where it gives a lower one. "
+            "{change_as_meant:.0%} of all change goes toward the teacher")
         groups = (
-            "KL(student || teacher) is {kl:.2g} nats a token in the mean. {teacher_lower:.0%} of "
-            "the tokens have a lower probability with the teacher than with the student")
+            "KL(student || teacher) is {kl:.2g} nats per token on average. {teacher_lower:.0%} of "
+            "the tokens are less likely under the teacher than under the student")
     if not numbers["learned"]:
         change = "this step had nothing to learn from, so no log p has changed"
         numbers = {"kl": math.nan, "teacher_lower": math.nan, **numbers}
     sampler = (
-        "on a sampled token, sampler and policy differ by {sampler_gap:.1g} nats in the mean, and "
+        "on a sampled token, sampler and policy differ by {sampler_gap:.1g} nats on average, and "
         "by {sampler_gap_max:.1g} at most")
     lines = [line.format(**numbers) for line in (truncation, groups, change, sampler)]
     return [re.sub(r"\+?nan%?", "n/a", line) for line in lines]
@@ -376,9 +375,9 @@ def signs_of_sampling(numbers: dict[str, float], config: Config) -> list[str]:
     signs = [
         (numbers["truncated"] >= 0.9, (
             "! too many answers are truncated: raise training.max_new_gen_tokens. Or the model "
-            "does not know its stop token. For a chat model set data.prompt_style to chat")),
+            "may not know its stop token: for a chat model, set data.prompt_style to chat")),
         (numbers["sampler_gap"] >= LARGE_GAP[config.model.precision], (
-            "! the answers were not sampled from the policy that is trained: see model.precision "
+            "! the answers were not sampled from the policy being trained: check model.precision "
             "and model.attention, and whether log_probs_of_tokens divides by "
             "sampling.temperature")),
     ]
@@ -388,32 +387,32 @@ def signs_of_sampling(numbers: dict[str, float], config: Config) -> list[str]:
 def signs_of_groups(numbers: dict[str, float], is_bad_luck: bool) -> list[str]:
     signs = [
         (numbers["groups_none_solved"] >= MOST_GROUPS and not is_bad_luck, (
-            "! hardly any question was solved by any answer. If that lasts, they are too hard: use "
-            "easier ones with data.dataset, a better model with model.name, or more answers with "
-            "training.k_best_of_n")),
+            "! barely any question was solved by any answer. If that continues, the questions are "
+            "too hard: use easier ones (data.dataset), a better model (model.name), or more "
+            "answers (training.k_best_of_n)")),
         (numbers["groups_all_solved"] >= MOST_GROUPS, (
-            "! nearly every question was solved by all answers. If that lasts, they are too easy: "
-            "use harder ones with data.dataset")),
+            "! nearly every question was solved by all answers. If that continues, the questions "
+            "are too easy: use harder ones (data.dataset)")),
         (numbers["groups_without_signal"] >= MOST_GROUPS and not is_bad_luck, (
             "! nearly all groups have equal rewards, which teach grpo nothing, whatever the "
-            "learning rate. If that lasts, see task.reward_weights, training.k_best_of_n and "
-            "data.dataset")),
+            "learning rate. If that continues, check task.reward_weights, training.k_best_of_n "
+            "and data.dataset")),
     ]
     return [text for is_seen, text in signs if is_seen]
 
 
 def signs_of_rewards(numbers: dict[str, float], is_bad_luck: bool) -> list[str]:
     signs = []
-    if numbers["graded_wrongly"] >= 0.2:  # Fewer may be a reward that is random now and then.
+    if numbers["graded_wrongly"] >= 0.2:  # Fewer may be a reward that's sometimes random.
         signs.append(
-            "! {graded_wrongly:.0%} of the answers that were graded once more have a different "
-            "reward now: does each answer have the reward that the task gives it? See score. If "
-            "your code changes rewards, it may be meant".format(**numbers))
+            "! {graded_wrongly:.0%} of the answers that were graded again got a different reward: "
+            "does each answer have the reward that the task gives it? See score. If your code "
+            "changes rewards, this may be intended".format(**numbers))
     for name, mean in numbers.items():
         some_before = is_bad_luck and numbers.get(f"eval/{name}", 0) > 0
         if name.startswith("reward/") and mean == 0 and not some_before:
             signs.append(
-                f"! {name} is 0 on average: if it is 0 for every answer, see the task's "
+                f"! {name} is 0 on average: if it is 0 for every answer, check the task's "
                 "reward_function, task.reward_weights, sampling.temperature, and whether "
                 "data.prompt_style suits the model")
     return signs
@@ -422,28 +421,28 @@ def signs_of_rewards(numbers: dict[str, float], is_bad_luck: bool) -> list[str]:
 def signs_of_update(numbers: dict[str, float], config: Config) -> list[str]:
     """Returns at most one sign, because an earlier one explains the later ones."""
     at_full_rate = numbers["change_size"] * max(1, config.training.warmup_steps)
-    is_small = at_full_rate <= 2e-4  # The least that we saw in a healthy run is 6e-4.
+    is_small = at_full_rate <= 2e-4  # The smallest we saw in a healthy run is 6e-4.
     is_exact = config.model.precision == "float32"  # Elsewhere rounding hides small changes.
     liked, where = "answers above their group's mean reward", "compute_advantages"
     if config.training.learning_type == "distill":
         liked, where = "tokens that the teacher likes better", "teacher_advantages"
     signs = [
         (numbers["non_finite"] == 1, (
-            "! the gradient is not finite, and the update was skipped: see model.precision, and "
+            "! the gradient is not finite, so the update was skipped: check model.precision, and "
             "whether model.name gives finite numbers")),
         (numbers["grad_norm"] == 0, (
             "! the gradient is 0: there was nothing to learn, or the answers do not depend on the "
-            "weights that are trained. See model.lora_rank and model.lora_targets")),
+            "weights being trained. Check model.lora_rank and model.lora_targets")),
         (numbers["change_not_finite"] > 0,
          "! log-probabilities are not finite after the update: lower training.learning_rate"),
         (config.model.precision == "bfloat16" and not config.model.lora_rank,
          "! weights in bfloat16 lose small updates: set model.precision to mixed"),
         (numbers["moved"] <= 0.01 or (is_exact and is_small), (
-            "! almost nothing has changed: see training.learning_rate, training.warmup_steps "
+            "! almost nothing has changed: check training.learning_rate, training.warmup_steps "
             "and model.precision")),
         (numbers["change_rewarded"] <= -0.02 or numbers["change_as_meant"] <= 0.3, (
             f"! {liked} became less likely: check the signs in {where} and policy_loss, or lower "
-            "training.learning_rate. It may also be rounding, if model.precision is not float32. "
-            "If your advantage is a different one, it may be meant")),
+            "training.learning_rate. Unless model.precision is float32, it may also be rounding. "
+            "If you have changed the advantage, it may be intended")),
     ]
     return [text for is_seen, text in signs if is_seen][:1]

@@ -22,13 +22,13 @@ from machinery.sharding import unsharded
 def load_model(config: Config) -> tuple[Any, Any]:
     """Returns the model, on this rank's device, and its tokenizer."""
     transformers.utils.logging.disable_progress_bar()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # It tells of each attempt.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # It reports every attempt.
     model, tokenizer = load_folder("model.name", config.model.name, type_when_loaded(config.model),
                                    not config.training.shard, config)
     if config.model.lora_rank or not config.training.shard:
         model.to(DEVICE)  # A sharded model moves there layer by layer.
-    # First what no text reaches is frozen, then adapters come, and of these the same is frozen.
-    with as_user_error(f"{type(model).__name__} cannot be trained here, with "
+    # Freeze what no text reaches, then add adapters, and freeze what no text reaches in these.
+    with as_user_error(f"{type(model).__name__} cannot be trained here with "
                        f"model.lora_targets={config.model.lora_targets}"):
         unreached = find_unreached(model, config)
         freeze(model, unreached)
@@ -44,21 +44,22 @@ def load_model(config: Config) -> tuple[Any, Any]:
 def load_folder(
     key: str, name: str, dtype: torch.dtype, to_device: bool, config: Config
 ) -> tuple[Any, Any]:
-    """Returns a model and its tokenizer, from a folder or a hub id that `key` names."""
+    """Returns a model and its tokenizer, from the folder or hub id that `key` names."""
     name = beside_main(name)
     with as_user_error(
-            f"{key}={name!r} cannot be loaded with model.attention={config.model.attention!r}; "
-            "give a folder with a model and its tokenizer, or a hub id within reach "
+            f"{key}={name!r} cannot be loaded with model.attention={config.model.attention!r}: "
+            "set it to a folder with a model and its tokenizer, or to a hub id within reach "
             "(docs/models.md#which-models-work)"):
-        # With trust_remote_code=None the library would ask, and wait for an answer.
+        # With trust_remote_code=None the library would ask, and wait for a reply.
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         model, loading_info = load_weights(name, dtype, to_device, config)
     missing = sorted(loading_info["missing_keys"])
     if missing:
-        raise UserError(f"{key}={name!r} lacks the weights {', '.join(missing[:3])}")
+        raise UserError(f"{key}={name!r} lacks the weights {', '.join(missing[:3])}: use a "
+                        "complete model")
     if getattr(model, "is_quantized", False):
-        raise UserError(f"{key}={name!r} is quantized, which doesn't work here: use the model as "
-                        "it was before")
+        raise UserError(f"{key}={name!r} is quantized, which does not work here: use the "
+                        "unquantized model")
     return model, tokenizer
 
 
@@ -68,10 +69,10 @@ def load_weights(
     model_config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     for part in (model_config, model_config.get_text_config()):
         for key in vars(part):
-            # With noise, what is learned from would not be what was sampled.
+            # With noise, we wouldn't learn from what was sampled.
             if "dropout" in key or key.endswith(("pdrop", "layerdrop", "jitter_noise")):
                 setattr(part, key, 0.0)
-    # Without `device_map` each rank of a machine would first hold a whole model in its RAM.
+    # Without `device_map`, each rank of a machine would first hold a whole model in RAM.
     has_accelerate = transformers.utils.is_accelerate_available()
     to_gpu = DEVICE.type == "cuda" and has_accelerate and to_device
     return AutoModelForCausalLM.from_pretrained(
@@ -100,42 +101,43 @@ def load_teacher(student: Any, tokenizer: Any, config: Config) -> Any | None:
 def check_tokens(
     teacher: Any, its_tokenizer: Any, student: Any, tokenizer: Any, name: str
 ) -> None:
-    """Refuses a teacher to which a token of the student means something else. Its matrices may have
-    more rows than the student's, as those of larger models often do: no token uses them."""
-    # It may have more tokens than the student, which no answer contains.
+    """Refuses a teacher for which one of the student's tokens means something else. Its matrices
+    may have more rows than the student's, as those of larger models often do: no token uses them.
+    """
+    # It may have more tokens than the student: no answer contains them.
     different = tokenizer.get_vocab().items() - its_tokenizer.get_vocab().items()
     if different:
-        raise UserError(f"training.teacher={name!r} has different tokens than model.name, like "
+        raise UserError(f"training.teacher={name!r} and model.name have different tokens, such as "
                         f"{min(different)[0]!r}: use a teacher with the model's own tokenizer")
     stop_ids = find_stop_ids(student, tokenizer)
     its_stop_ids = find_stop_ids(teacher, its_tokenizer)
     if its_stop_ids != stop_ids:
         raise UserError(f"training.teacher={name!r} ends its answers with the tokens "
-                        f"{its_stop_ids}, and model.name with {stop_ids}: use a teacher that ends "
-                        "them alike")
+                        f"{its_stop_ids}, but model.name with {stop_ids}: use a teacher that ends "
+                        "them the same way")
     num_rows = student.config.get_text_config().vocab_size
     its_num_rows = teacher.config.get_text_config().vocab_size
     if its_num_rows < num_rows:
-        raise UserError(f"training.teacher={name!r} knows {its_num_rows} tokens, and model.name "
-                        f"can write {num_rows}: use a teacher that knows as many")
+        raise UserError(f"training.teacher={name!r} knows {its_num_rows} tokens, but model.name "
+                        f"can write {num_rows}: use a teacher that knows at least as many")
 
 
 def find_unreached(model: Any, config: Config) -> list[str]:
-    """Returns the names of parameters that would learn but get no gradient from an answer, like
-    those of a tower that reads images, or a router's bias that is balanced in another way."""
+    """Returns the names of parameters that would learn but get no gradient from an answer, such as
+    a tower that reads images, or a router's bias that is balanced in a different way."""
     learning = {name: value for name, value in model.named_parameters() if value.requires_grad}
     reached = set()
 
     def note(parameter: nn.Parameter) -> None:
         reached.add(parameter)
-        parameter.grad = None  # All gradients together would take much memory.
+        parameter.grad = None  # All gradients together would take a lot of memory.
 
     hooks = [value.register_post_accumulate_grad_hook(note) for value in learning.values()]
-    is_on_device = model.device == DEVICE  # A model that will be sharded is still in the RAM.
+    is_on_device = model.device == DEVICE  # A model that will be sharded is still in RAM.
     attention = model.config._attn_implementation
     if not is_on_device:
         model.set_attn_implementation("eager")  # Others may need the GPU.
-    model.train()  # Gemma 3n uses its layer `correction_coefs` in another way in this mode.
+    model.train()  # In this mode Gemma 3n uses its layer `correction_coefs` differently.
     # Some kinds of attention want half precision.
     use_half = config.model.precision == "mixed" and is_on_device
     with torch.autocast(model.device.type, HALF_PRECISION, enabled=use_half):
@@ -150,16 +152,16 @@ def find_unreached(model: Any, config: Config) -> list[str]:
 
 
 def freeze(model: Any, names: list[str]) -> None:
-    """Keeps these parameters as they are, and says so."""
+    """Keeps these parameters fixed, and says so."""
     for name in names:
         model.get_parameter(name).requires_grad = False
     if RANK == 0 and names:
-        print(f"{len(names)} parameters of {type(model).__name__}, like {names[0]}, get no "
+        print(f"{len(names)} parameters of {type(model).__name__}, such as {names[0]}, get no "
               "gradient from text, so they stay as they are")
 
 
 def find_stop_ids(model: Any, tokenizer: Any) -> list[int]:
-    """Returns the tokens that end an answer. Chat models have several, and any of them does."""
+    """Returns the tokens that end an answer. Chat models have several, any of which will do."""
     stop_ids = {tokenizer.eos_token_id}
     for config in (model.config.get_text_config(), model.generation_config):
         eos = getattr(config, "eos_token_id", None)
@@ -177,26 +179,26 @@ def find_stop_ids(model: Any, tokenizer: Any) -> list[int]:
 # ---------------------------------------------------------------- LoRA
 
 def add_adapters(model: Any, config: Config, unreached: Sequence[str] = ()) -> None:
-    """LoRA: a matrix of shape (out, in) gets the product of two thin ones added. Only these
-    learn."""
+    """LoRA: the product of two thin matrices is added to each matrix of shape (out, in). Only the
+    thin ones learn."""
     settings = config.model
     with as_user_error(
             f"model.lora_rank={settings.lora_rank} needs: pip install peft", (ImportError,)):
         import peft  # Nothing else needs it.
     if Path(model.name_or_path).exists():
-        # best/ names the model that its adapters belong to, and has to find it from anywhere.
+        # best/ names the model that its adapters belong to, which must be found from anywhere.
         model.name_or_path = str(Path(model.name_or_path).resolve())
-    # Of experts that share a tensor, peft knows names that no layer has any more.
+    # For experts that share a tensor, peft knows names that no layer has any more.
     has_experts = any(".experts" in name for name, _ in model.named_parameters())
     layers = [name for name, _ in model.named_modules()]
     for target in settings.lora_targets or []:
-        # That is how peft compares them.
+        # This is how peft compares them.
         is_known = any(f".{name}".endswith(f".{target}") for name in layers)
         if not is_known and not has_experts:
             names = sorted({name.rpartition(".")[2] for name, layer in model.named_modules()
                             if isinstance(layer, nn.Linear)})
             raise UserError(f"model.lora_targets={settings.lora_targets}: no layer is called "
-                            f"{target}. The linear ones are {', '.join(names)}")
+                            f"{target}. Choose from the linear ones: {', '.join(names)}")
     torch.manual_seed(config.training.seed)  # All ranks start with the same adapters.
     model.add_adapter(peft.LoraConfig(
         r=settings.lora_rank,
@@ -208,13 +210,13 @@ def add_adapters(model: Any, config: Config, unreached: Sequence[str] = ()) -> N
 
 
 # ---------------------------------------------------------------- precision
-# `mixed` keeps float32 masters of all that learns. `Policy` computes under autocast, in bfloat16.
-# All that does not learn is in bfloat16 itself, because autocast would cast it each time: the
-# frozen matrices beside adapters, the sampler, and the linear layers of the reference. Frozen
+# `mixed` keeps float32 masters of everything that learns, and `Policy` computes under autocast, in
+# bfloat16. Whatever doesn't learn is itself in bfloat16, because autocast would cast it each time:
+# the frozen matrices next to adapters, the sampler, and the linear layers of the reference. Frozen
 # vectors stay as loaded, because a router's bias may have to be in float32.
 
 def type_when_loaded(settings: ModelSettings) -> torch.dtype:
-    # With LoRA nearly all weights are frozen, and need no float32 masters.
+    # With LoRA nearly all weights are frozen, so they need no float32 masters.
     if settings.precision == "bfloat16" or (settings.precision == "mixed" and settings.lora_rank):
         return HALF_PRECISION
     return torch.float32
@@ -248,9 +250,9 @@ def linear_weights(model: Any) -> set[nn.Parameter]:
 def make_sampler(model: Any, config: Config) -> Any:
     """Returns the model that answers are sampled from.
 
-    It is a copy in mixed precision, and where the model is sharded. Otherwise it shares the weights
-    of the model. Its own generation config is empty: from there `generate` would take all that is
-    left open, like the temperature of a chat model."""
+    It's a copy in mixed precision, or if the model is sharded. Otherwise it shares the model's
+    weights. Its own generation config is empty, because `generate` would take from there everything
+    left open, like a chat model's temperature."""
     if config.model.precision == "mixed":
         sampler = frozen_copy(model, type_in_sampler)
     elif config.training.shard:
@@ -271,8 +273,8 @@ def refresh_sampler(sampler: nn.Module, model: nn.Module) -> None:
 
 
 def make_reference(model: Any, config: Config) -> Any:
-    """Returns the model that a KL penalty compares with: as it was loaded, and with LoRA without
-    its adapters."""
+    """Returns the model that a KL penalty compares with: the model as it was loaded, without any
+    adapters."""
     in_half = linear_weights(model) if config.model.precision == "mixed" else set()
 
     def type_of(parameter: nn.Parameter) -> torch.dtype:
@@ -280,14 +282,14 @@ def make_reference(model: Any, config: Config) -> Any:
 
     reference = frozen_copy(model, type_of)
     if config.model.lora_rank:
-        reference.disable_adapters()  # Those of this copy.
+        reference.disable_adapters()  # only in this copy
     return reference
 
 
 def frozen_copy(model: Any, type_of: Callable[[nn.Parameter], torch.dtype]) -> Any:
-    """Returns a copy that does not learn, on this rank's device. `type_of` says which type each
-    parameter has in it. Frozen ones are shared if they have it already."""
-    copies = {}  # {id of a parameter: what `deepcopy` takes in its place}
+    """Returns a copy that doesn't learn, on this rank's device. `type_of` says which type each
+    parameter gets there. Frozen ones are shared if they have it already."""
+    copies = {}  # {id of a parameter: what `deepcopy` puts in its place}
     for parameter in model.parameters():
         data = parameter.detach().to(DEVICE, type_of(parameter), copy=parameter.requires_grad)
         copies[id(parameter)] = nn.Parameter(data, requires_grad=False)
@@ -299,9 +301,9 @@ def frozen_copy(model: Any, type_of: Callable[[nn.Parameter], torch.dtype]) -> A
 def warm_up(policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Makes two backward passes and a step that change no weight (the learning rate is 0).
 
-    At the second pass DistributedDataParallel arranges its buckets anew, which changes the last bit
-    of sums. A resumed run has to have that behind it, as the interrupted one had. AdamW's optimizer
-    state comes into being at its first step."""
+    At the second pass DistributedDataParallel rearranges its buckets, which changes the last bit of
+    sums. A resumed run must have this behind it, as the interrupted one had. And AdamW creates its
+    state at its first step."""
     policy.train()
     with as_user_error(f"{type(policy.module.model).__name__} cannot be trained here"):
         for _ in range(2):

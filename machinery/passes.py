@@ -10,11 +10,11 @@ from torch.nn.utils.rnn import pad_sequence
 from machinery.ranks import DEVICE, max_over_ranks
 from machinery.settings import Config, TrainingSettings
 
-HALF_PRECISION = torch.bfloat16  # Mixed precision computes in this type, and samples from it.
+HALF_PRECISION = torch.bfloat16  # Mixed precision computes in this type and samples from it.
 
 
 class MadeUpAnswer:
-    """What a forward pass needs of an answer. It stands in wherever no model has sampled one."""
+    """What a forward pass needs of an answer. It stands in where no model has sampled one."""
 
     def __init__(self, prompt_ids: Sequence[int] = (0, 0), completion_ids: Sequence[int] = ()):
         self.prompt_ids = list(prompt_ids)
@@ -29,12 +29,12 @@ class MadeUpAnswer:
 # ---------------------------------------------------------------- micro-batches
 
 def split_into_micro_batches(answers: list, training: TrainingSettings) -> list[list]:
-    """Splits answers into batches of similar length. Each has as many answers as fit into
-    `tokens_per_micro_batch`, padding included. There is at least one, because every rank has to
-    take part in the backward pass in which gradients are shared.
+    """Splits answers into batches of similar length, each with as many answers as fit into
+    `tokens_per_micro_batch`, padding included. There's at least one batch, because every rank has
+    to take part in the backward pass in which gradients are shared.
 
-    With `shard`, gradients are shared in each pass, so all ranks make equally many. Then this is
-    collective."""
+    With `shard`, gradients are shared in each pass, so all ranks make equally many passes, and this
+    is collective."""
     batches: list[list] = []
     batch: list = []
     longest = 0
@@ -58,15 +58,15 @@ def split_into_micro_batches(answers: list, training: TrainingSettings) -> list[
 def measure_in_batches(
     policy: nn.Module, answers: list, training: TrainingSettings
 ) -> Iterator[tuple[list, torch.Tensor, torch.Tensor]]:
-    """Yields each micro-batch, and log-probabilities and entropies of its tokens, (tokens,), with
-    the weights as they are now. Collective if they are sharded."""
+    """Yields each micro-batch with the log-probabilities and entropies of its tokens, (tokens,),
+    under the current weights. Collective if they are sharded."""
     for batch in split_into_micro_batches(answers, training):
         log_probs, entropies = policy(batch)
         yield batch, log_probs, entropies
 
 
 def store_in_answers(batch: list[Any], **values: torch.Tensor) -> None:
-    """Splits a tensor of shape (tokens,) among the answers, and stores it under its name."""
+    """Splits a tensor of shape (tokens,) among the answers, and stores the parts under its name."""
     lengths = [len(answer.completion_ids) for answer in batch]
     for name, values_of_tokens in values.items():
         parts = values_of_tokens.detach().split(lengths)
@@ -77,8 +77,8 @@ def store_in_answers(batch: list[Any], **values: torch.Tensor) -> None:
 # ---------------------------------------------------------------- a forward pass
 
 def pad_right(rows: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the rows as one tensor, and which of its places are no padding, both (rows, time).
-    There is at least one place, which an empty row pads."""
+    """Returns the rows as one tensor, and which of its places aren't padding, both (rows, time).
+    There's at least one place: an empty row gets one of padding."""
     ids = pad_sequence([torch.tensor(row or [0]) for row in rows], batch_first=True)
     lengths = torch.tensor([len(row) for row in rows])
     is_token = torch.arange(ids.shape[1]) < lengths[:, None]
@@ -86,13 +86,13 @@ def pad_right(rows: list[list[int]], device: torch.device) -> tuple[torch.Tensor
 
 
 def pad_left(rows: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `pad_right`, with the padding before each row."""
+    """Like `pad_right`, with the padding before each row."""
     ids, is_token = pad_right([row[::-1] for row in rows], device)
     return ids.flip(1), is_token.flip(1)
 
 
 def autocast(config: Config) -> torch.autocast:
-    """Within it, passes of a model in mixed precision compute in bfloat16."""
+    """Within it, models in mixed precision compute in bfloat16."""
     return torch.autocast(DEVICE.type, HALF_PRECISION, enabled=config.model.precision == "mixed")
 
 
@@ -103,7 +103,7 @@ def at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
 def body_of(model: Any) -> Any:
     """Returns the part of the model that its own forward pass calls, before its output layer."""
     body = model.base_model
-    if body is model:  # Llama 4 does not say which part it is.
+    if body is model:  # Llama 4 doesn't say which part it is.
         body = model.model
     return getattr(body, "decoder", body)  # OPT calls the decoder within its base model.
 
@@ -118,14 +118,15 @@ class BodyOutput:
         return (self.last_hidden_state,)[index]
 
     def __getattr__(self, name: str) -> None:
-        return None  # for example router logits, which are wanted for other losses
+        return None  # for example router logits, which only other losses need
 
 
 def output_logits(model: Any, states: torch.Tensor) -> torch.Tensor:
     """Turns hidden states, (tokens, width), into logits, (tokens, vocabulary).
 
     It calls the model's own forward pass, with the model's body replaced by one that returns these
-    states. So whatever a model does after its last projection, like Gemma 2's capping, is done."""
+    states. So whatever a model does after its last projection, like Gemma 2's capping, gets done.
+    """
     body = body_of(model)
     body.forward = lambda *_, inputs_embeds, **__: BodyOutput(inputs_embeds)
     try:

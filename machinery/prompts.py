@@ -1,4 +1,4 @@
-"""A prompt is processed once for all of its answers, in sampling and in learning."""
+"""A prompt is processed once for all of its answers, both in sampling and in learning."""
 
 import copy
 from typing import Any
@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLa
 
 from machinery.passes import body_of, pad_right
 
-ROWS_PER_PASS = 16  # A micro-batch is sorted by length, so few together have little padding.
+ROWS_PER_PASS = 16  # A micro-batch is sorted by length, so a few rows together need little padding.
 
 
 # ---------------------------------------------------------------- in learning
@@ -19,9 +19,9 @@ def hidden_states(
 ) -> torch.Tensor:
     """Returns the hidden states at the inputs, (tokens, width), one row after the other.
 
-    Each row of `inputs`, (rows, time), stands behind its prompt. `is_token` has the same shape, and
-    says which inputs are wanted. Equal prompts are processed once, if the model can continue from
-    there for each of their rows."""
+    Each row of `inputs`, (rows, time), follows its prompt. `is_token` has the same shape, and says
+    which inputs are wanted. Equal prompts are processed once, if the model can continue from there
+    for each of their rows."""
     if can_continue(model):
         return continue_prompts(model, prompts, inputs, is_token)
     return process_whole_rows(model, prompts, inputs, is_token)
@@ -30,8 +30,8 @@ def hidden_states(
 def process_whole_rows(
     model: Any, prompts: list[list[int]], inputs: torch.Tensor, is_token: torch.Tensor
 ) -> torch.Tensor:
-    """The plain way: each row is a prompt and the inputs behind it, padded on the right."""
-    num_wanted = is_token.sum(1).tolist()  # of each row
+    """The plain way: each row is a prompt followed by its inputs, padded on the right."""
+    num_wanted = is_token.sum(1).tolist()  # in each row
     rows = []
     for prompt, ids_of_row, count in zip(prompts, inputs.tolist(), num_wanted, strict=True):
         rows.append(prompt + ids_of_row[:max(1, count)])
@@ -46,9 +46,9 @@ def process_whole_rows(
 def can_continue(model: Any) -> bool:
     """Whether several rows can continue from one pass over their prompt, while learning.
 
-    With gradient checkpointing transformers turns the cache off. Layers like Mamba's or a
-    convolution keep a running state, which can continue from a prompt, but cannot go back to it.
-    And sharded weights are gathered anew for each pass, so fewer passes are better."""
+    With gradient checkpointing, transformers turns the cache off. Layers like Mamba's or a
+    convolution keep a running state, which can continue from a prompt but can't go back to it. And
+    sharded weights are gathered again for each pass, so fewer passes are better."""
     layers = DynamicCache(config=model.config).layers
     has_running_state = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
     is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
@@ -69,7 +69,7 @@ def continue_prompts(
         num_inputs = max(1, int(is_token[few].sum(1).max()))
         ids = inputs[few, :num_inputs]  # (rows, inputs)
         is_wanted = is_token[few, :num_inputs]
-        # The first input is always there, the next one if a token came before it: 110 -> 111.
+        # The first input is always there, the next one only if a token came before it: 110 -> 111.
         is_input = is_wanted.roll(1, dims=1)
         is_input[:, 0] = True
         mask = torch.cat([prompt_mask[rows], is_input], 1)  # (rows, time)
@@ -89,8 +89,8 @@ def continue_prompts(
 def pad_prompts(
     prompts: list[list[int]], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Takes each different prompt once, and pads on the left. Returns ids and attention mask, both
-    (different prompts, time), and which of them each prompt is, (prompts,)."""
+    """Takes each different prompt once, and pads on the left. Returns their ids and attention mask,
+    both (different prompts, time), and which of them each prompt is, (prompts,)."""
     index_of: dict[tuple[int, ...], int] = {}
     which = []
     for prompt in prompts:
@@ -120,17 +120,17 @@ def prefill(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> Cache:
         use_cache=True,
     )
     if getattr(output, "past_key_values", None) is None:
-        raise ValueError("it returns no KV cache to continue from")
+        raise ValueError("the model returns no KV cache to continue from")
     return output.past_key_values
 
 
 def position_ids(attention_mask: torch.Tensor) -> torch.Tensor:
-    """Each row counts its own tokens from 0, however it is padded. `generate` does the same."""
+    """Each row counts its own tokens from 0, however it's padded. `generate` does the same."""
     return (attention_mask.cumsum(-1) - 1).clamp(min=0)
 
 
 def select_rows(cache: Cache, rows: torch.Tensor) -> Cache:
-    """Returns a copy of the cache that holds these rows. The original stays as it is."""
+    """Returns a copy of the cache with only these rows. The original stays as it is."""
     selected = copy.copy(cache)
     selected.layers = [copy.copy(layer) for layer in cache.layers]
     keep_rows(selected, rows)
@@ -138,7 +138,7 @@ def select_rows(cache: Cache, rows: torch.Tensor) -> Cache:
 
 
 def keep_rows(cache: Cache, rows: torch.Tensor) -> None:
-    """Leaves these rows in the cache, in this order."""
+    """Keeps only these rows in the cache, in this order."""
     for layer in cache.layers:
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             layer.reorder_cache(rows)  # The library has no other name for it here.

@@ -1,6 +1,6 @@
-"""A rank, from its first line to its last: it begins, meets the others, agrees with them, and ends.
+"""A rank, from first line to last: it starts, meets the others, agrees with them, and exits.
 
-A rank is one process. It may have a GPU, or a share of the CPU's cores."""
+A rank is one process, with a GPU of its own or a share of the CPU's cores."""
 
 import faulthandler
 import glob
@@ -22,30 +22,30 @@ import torch.distributed as dist
 
 from machinery.errors import KILLED, SharedError, UserError, as_user_error, describe, is_lost_rank
 
-# torchrun sets these three. Without torchrun this process is the only rank.
-RANK = int(os.environ.get("RANK", "0"))              # decides which data are this rank's
-LOCAL_RANK = int(os.environ.get("LOCAL_RANK", "0"))  # decides which GPU is this rank's
+# torchrun sets these. Without torchrun this process is the only rank.
+RANK = int(os.environ.get("RANK", "0"))              # decides which data this rank gets
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", "0"))  # decides which GPU this rank gets
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 LOCAL_WORLD_SIZE = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # the ranks of this machine
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
-# Each rank has a GPU of its own, or all of this machine's ranks share its CPU.
+# Each rank has its own GPU, or all of this machine's ranks share its CPU.
 DEVICE = torch.device("cuda", LOCAL_RANK) if LOCAL_WORLD_SIZE <= NUM_GPUS else torch.device("cpu")
 DRIVER_FILES = "/dev/nvidia[0-9]*"  # one for each NVIDIA GPU
 TIME_TO_MEET = timedelta(minutes=10)
 TIME_TO_WAIT = timedelta(hours=2)  # for the slowest rank, which may be saving or evaluating
 SECONDS_FOR_THE_CAUSE = 5
-LATEST_TIME = 2**31 - 1  # torchrun takes the earliest failure for the cause.
+LATEST_TIME = 2**31 - 1  # torchrun takes the earliest failure as the cause.
 
 
-# ---------------------------------------------------------------- from beginning to end
+# ---------------------------------------------------------------- from start to exit
 
 def launch(main: Callable[[list[str]], None], arguments: list[str] | None = None) -> NoReturn:
-    """Runs `main`, and ends the process: with 0 once `main` is through, with 2 after a user's
-    mistake, with 130 after Ctrl-C, and otherwise with 1."""
-    # A token that the terminal's alphabet lacks must not end a run.
+    """Runs `main` and exits: with 0 once `main` is done, with 2 after a user's mistake, with 130
+    after Ctrl-C, and otherwise with 1."""
+    # A token that the terminal's encoding lacks must not end a run.
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
-    faulthandler.enable(2)  # It says where, when C code ends the process.
-    # torchrun shows this if a signal ends the rank. Other errors put theirs in its place.
+    faulthandler.enable(2)  # If C code ends the process, it says where.
+    # torchrun shows this if a signal ends the rank. Other errors replace it with their own.
     tell_torchrun(KILLED, LATEST_TIME)
     try:
         join()
@@ -64,13 +64,13 @@ def tell_mistake(error: UserError) -> int:
     tell_torchrun(line)
     if isinstance(error, SharedError):
         # All ranks have this error, and rank 0 prints it. The others wait until it has, because
-        # torchrun ends all ranks as soon as one has left.
+        # torchrun ends all ranks as soon as one has exited.
         if RANK == 0:
             print(line, file=sys.stderr, flush=True)
         leave_group()
     else:
         if RANK != 0:
-            # Rank 0 may have the same error and say it. Then torchrun ends this rank.
+            # Rank 0 may have the same error and print it. Then torchrun ends this rank.
             time.sleep(SECONDS_FOR_THE_CAUSE)
         print(line, file=sys.stderr, flush=True)
     return 2
@@ -78,10 +78,10 @@ def tell_mistake(error: UserError) -> int:
 
 def tell_failure(error: BaseException) -> int:
     if is_lost_rank(error):
-        # The other rank says why it has ended. Meanwhile torchrun ends this one, too.
+        # The other rank says why it ended. Meanwhile torchrun ends this one, too.
         time.sleep(SECONDS_FOR_THE_CAUSE)
-        line = (f"rank {RANK} cannot reach another rank any more ({describe(error)}). If no rank "
-                f"says why: {KILLED}; with NCCL_DEBUG=INFO nccl says what it does; a container may "
+        line = (f"rank {RANK} can no longer reach another rank ({describe(error)}). If no rank "
+                f"says why: {KILLED}. NCCL_DEBUG=INFO makes nccl say what it does; a container may "
                 "need --shm-size=1g")
         print(line, file=sys.stderr)
     else:
@@ -92,7 +92,7 @@ def tell_failure(error: BaseException) -> int:
 
 
 def tell_torchrun(message: str, when: float | None = None) -> None:
-    """Hands a message to torchrun, whose own report comes last on the screen."""
+    """Passes a message to torchrun, whose own report is the last thing on the screen."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         with open(path, "w", encoding="utf-8") as file:
@@ -100,8 +100,8 @@ def tell_torchrun(message: str, when: float | None = None) -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """Ends without Python's own clean-up. That would wait for threads of gloo or nccl, and these
-    may be waiting for other ranks."""
+    """Exits without Python's own cleanup, which would wait for threads of gloo or nccl. These may
+    in turn be waiting for other ranks."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -110,30 +110,30 @@ def end_process(code: int) -> NoReturn:
 # ---------------------------------------------------------------- meeting
 
 def join() -> None:
-    """Connects this rank with the others: by nccl between GPUs, by gloo for data on the CPU."""
+    """Connects this rank to the others: with nccl between GPUs, with gloo for data on the CPU."""
     refuse_unusable_gpu()
     if DEVICE.type == "cuda":
         prepare_gpu()
     elif LOCAL_WORLD_SIZE > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         # torchrun gives each rank a single thread, unless the user has set OMP_NUM_THREADS.
-        has_affinity = hasattr(os, "sched_getaffinity")  # macOS does not have it.
+        has_affinity = hasattr(os, "sched_getaffinity")  # macOS doesn't have it.
         num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
         torch.set_num_threads(max(1, num_cores // LOCAL_WORLD_SIZE))
     backend = "cpu:gloo,cuda:nccl" if DEVICE.type == "cuda" else "gloo"
-    with as_user_error("the ranks cannot reach each other; with several machines see "
-                       "--rdzv-endpoint of torchrun, and GLOO_SOCKET_IFNAME"):
+    with as_user_error("the ranks cannot reach each other: with several machines, check torchrun's "
+                       "--rdzv-endpoint and GLOO_SOCKET_IFNAME"):
         dist.init_process_group(
             backend, store=meet(), rank=RANK, world_size=WORLD_SIZE, timeout=TIME_TO_WAIT)
 
 
 def leave_group() -> None:
-    """The counterpart of `join`. No rank ends before all have come here. Collective."""
+    """The counterpart of `join`. No rank exits before all have arrived here. Collective."""
     dist.barrier()
 
 
 def refuse_unusable_gpu() -> None:
-    """Refuses a GPU that this PyTorch can't use. Otherwise the run would quietly use the CPU."""
-    # Slurm writes NoDevFiles where a job has asked for no GPU, or lets it open none.
+    """Refuses a GPU that this PyTorch can't use; the run would quietly use the CPU instead."""
+    # Slurm writes NoDevFiles if a job hasn't asked for a GPU, or may not open one.
     is_hidden = not re.match(r"\d|GPU-|MIG-", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
     can_open = any(os.access(path, os.R_OK | os.W_OK) for path in glob.glob(DRIVER_FILES))
     if NUM_GPUS or is_hidden or not can_open:
@@ -143,8 +143,9 @@ def refuse_unusable_gpu() -> None:
         remedy = (f"update its driver, because CUDA {torch.version.cuda} needs a newer one, or "
                   "install a PyTorch made for an older CUDA")
     raise UserError(f"PyTorch {torch.__version__} cannot use this machine's GPU: {remedy} "
-                    "(docs/hardware.md#the-driver). Or CUDA_VISIBLE_DEVICES names a GPU that isn't "
-                    "there, or a container lacks --gpus all or --nv. To train on the CPU, set "
+                    "(docs/hardware.md#the-driver). It may also be that CUDA_VISIBLE_DEVICES names "
+                    "a GPU that does not exist, or that a container lacks --gpus all or --nv. To "
+                    "train on the CPU, set "
                     "CUDA_VISIBLE_DEVICES=")
 
 
@@ -154,34 +155,34 @@ def prepare_gpu() -> None:
     oldest = min(map(int, kernels), default=0)  # 75 is compute capability 7.5.
     if 10 * major + minor < oldest:
         raise UserError(
-            f"{torch.cuda.get_device_name(DEVICE)} has compute capability {major}.{minor}, and "
+            f"{torch.cuda.get_device_name(DEVICE)} has compute capability {major}.{minor}, but "
             f"PyTorch {torch.__version__} starts at {oldest / 10}: install a PyTorch made "
             "for an older CUDA (docs/hardware.md#the-driver), or set CUDA_VISIBLE_DEVICES= to "
             "train on the CPU")
     torch.cuda.set_device(DEVICE)
-    # With a mask PyTorch takes cuDNN's attention first on Hopper and Blackwell. Its gradient can be
+    # With a mask, PyTorch prefers cuDNN's attention on Hopper and Blackwell. Its gradient can be
     # nan (pytorch issue 196678), its decoding can be wrong (193893), and it keeps a plan in memory
     # for each new length (190388).
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def meet() -> dist.Store:
-    """Returns the store in which ranks leave their addresses for each other, once all are there."""
+    """Returns the store in which ranks leave each other their addresses, once all have arrived."""
     if WORLD_SIZE == 1 and "RANK" not in os.environ:
         return dist.HashStore()
     store, _, _ = next(dist.rendezvous("env://", timeout=TIME_TO_MEET))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # This store outlives the ranks, so it still has the addresses of those before a restart.
+        # This store outlives the ranks, so it still has their addresses from before a restart.
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     store.set(f"rank {RANK} is here", DEVICE.type)
     all_ranks = [f"rank {rank} is here" for rank in range(WORLD_SIZE)]
     store.wait(all_ranks, TIME_TO_MEET)
     on_cpu = [rank for rank, name in enumerate(all_ranks) if store.get(name) == b"cpu"]
     if 0 < len(on_cpu) < WORLD_SIZE:
-        if RANK == 0:  # The store may be this process's, and the others are reading.
+        if RANK == 0:  # This process may host the store, and the others are still reading.
             time.sleep(SECONDS_FOR_THE_CAUSE)
         raise UserError(f"the ranks {on_cpu} train on a CPU, and the others on GPUs: start one "
-                        "process for each GPU on all machines, or set CUDA_VISIBLE_DEVICES= on all")
+                        "process per GPU on all machines, or set CUDA_VISIBLE_DEVICES= on all")
     store.set_timeout(TIME_TO_WAIT)
     return store
 
@@ -196,7 +197,8 @@ def tell(line: str) -> None:
 
 @contextmanager
 def errors_on_all_ranks() -> Iterator[None]:
-    """A user error on one rank becomes the same error on all, so that none waits. Collective."""
+    """Turns a user error on one rank into the same error on all, so none is left waiting.
+    Collective."""
     own_message = None
     cause = None
     try:
@@ -210,7 +212,7 @@ def errors_on_all_ranks() -> Iterator[None]:
 
 
 def gather(value: object) -> list:
-    """Returns the value that each rank passes, on all ranks. Collective."""
+    """Returns every rank's value, on all ranks. Collective."""
     values = [None] * WORLD_SIZE
     dist.all_gather_object(values, value)
     return values
@@ -222,12 +224,12 @@ def sum_over_ranks(values: dict[str, float]) -> dict[str, float]:
 
 
 def max_over_ranks(values: dict[str, float]) -> dict[str, float]:
-    """Returns the largest of each value on any rank. Collective."""
+    """Returns the maximum of each value over all ranks. Collective."""
     return reduce_over_ranks(values, dist.ReduceOp.MAX)
 
 
 def reduce_over_ranks(values: dict[str, float], operation: dist.ReduceOp) -> dict[str, float]:
-    tensor = torch.tensor(list(values.values()), dtype=torch.float64)  # on the CPU, by gloo
+    tensor = torch.tensor(list(values.values()), dtype=torch.float64)  # on the CPU, with gloo
     dist.all_reduce(tensor, operation)
     return dict(zip(values, tensor.tolist(), strict=True))
 
@@ -235,15 +237,15 @@ def reduce_over_ranks(values: dict[str, float], operation: dist.ReduceOp) -> dic
 # ---------------------------------------------------------------- random numbers
 
 def random_seed(seed: int, step: int, purpose: str) -> int:
-    """Returns a number that depends on the seed, the step, this rank and the purpose alone.
+    """Returns a number that depends only on the seed, the step, this rank and the purpose.
 
-    So a run has no state of random numbers to save, and evaluating does not disturb training."""
+    So a run has no random state to save, and evaluating doesn't disturb training."""
     return random.Random(f"{seed} {step} {RANK} {purpose}").getrandbits(63)
 
 
-@lru_cache(maxsize=2)  # A step may reach from one epoch into the next.
+@lru_cache(maxsize=2)  # A step may extend from one epoch into the next.
 def shuffled_order(num_rows: int, seed: int, epoch: int) -> list[int]:
-    """Returns the order in which an epoch goes through the rows. It is the same on every rank."""
+    """Returns the order in which an epoch goes through the rows, the same on every rank."""
     order = list(range(num_rows))
     random.Random(f"{seed} epoch {epoch}").shuffle(order)
     return order

@@ -1,9 +1,9 @@
 """The folder of a run: what is saved in it, and how a run resumes from there.
 
-A checkpoint is complete or absent. Starting again is the only way to recover, from whatever has
-interrupted a run. All that was written after the checkpoint is cut off, and then written again.
-A new run saves its first checkpoint before anything else, and at step 0 it needs no tensors. So a
-folder with other files but without a checkpoint is not ours, or not a whole run, and is refused."""
+A checkpoint is complete or absent. Whatever has interrupted a run, starting it again is the only
+way to recover. Everything written after the checkpoint is cut off and then written again. A new run
+saves its first checkpoint before anything else, and at step 0 it needs no tensors. So a folder with
+other files but without a checkpoint isn't ours, or isn't a whole run, and is refused."""
 
 import copy
 import fcntl
@@ -35,11 +35,11 @@ GROWING_FILES = ("metrics.jsonl", "samples.jsonl")
 FILES = ("config.yaml", MAIN, TASK, *GROWING_FILES, "curves.png", "summary.json")
 LINKS = ("best", "last")  # Each points to a model, like model-000012.
 KEPT_CHECKPOINTS = 2
-BYTES_OF_A_FILE = 2 * 10**9  # While saving, so much or one tensor is in the computer's RAM.
+BYTES_OF_A_FILE = 2 * 10**9  # While saving, this much (or one tensor) is in RAM.
 
 
 class RunFolder:
-    """runs/<name>, with checkpoints/step-NNNNNN, and the links best and last. Rank 0 reads and
+    """runs/<name>, with checkpoints/step-NNNNNN and the links best and last. Rank 0 reads and
     writes it."""
 
     def __init__(self, config: Config, code: Code):
@@ -49,18 +49,18 @@ class RunFolder:
         name = config.run.name or default_run_name(config, self.code_digest)
         self.path = Path(config.run.dir).expanduser() / name
         self.checkpoint: Path | None = None  # what this start resumes from
-        self.state: dict[str, Any] = {}      # what its state.json holds
+        self.state: dict[str, Any] = {}      # what its state.json says
         self.code_changed: list[str] = []    # files that differ from those at the checkpoint
-        self.data: dict[str, Any] = {}       # what `describe_data` says of the rows
+        self.data: dict[str, Any] = {}       # what `describe_data` says about the rows
         self.models: dict[str, str | None] = dict.fromkeys(LINKS)  # what the links point to
         self.started = time.monotonic()
         self.lock: TextIO | None = None
 
     def __enter__(self) -> Self:
-        """Takes the folder, and finds the newest checkpoint in it. Collective."""
+        """Claims the folder, and finds the newest checkpoint in it. Collective."""
         if len(set(gather(self.code_digest))) > 1:
-            raise SharedError("the ranks run different code: main.py, or the file of task.name, "
-                              "isn't the same on all machines")
+            raise SharedError("the ranks run different code: make main.py, and the file of "
+                              "task.name, the same on all machines")
         steps = gather(newest_step(self.path))
         with errors_on_all_ranks():
             if RANK == 0:
@@ -81,35 +81,36 @@ class RunFolder:
             self.lock.close()
 
     def refuse_newer_elsewhere(self, steps: list[int]) -> None:
-        """Refuses a start where another machine has a newer checkpoint than rank 0: there is no
-        shared disk, and after a restart a different machine is the first. `steps` has the step of
+        """Refuses to start if another machine has a newer checkpoint than rank 0, because there's
+        no shared disk and a different machine came first after a restart. `steps` has the step of
         each rank's newest checkpoint."""
         if max(steps) > steps[0]:
             raise UserError(
                 f"rank {steps.index(max(steps))} has a checkpoint of step {max(steps)} in "
-                f"{self.path}, which rank 0 lacks. Set run.dir to a folder that all machines "
-                "share, or copy that folder to the machine of rank 0 (or delete it there, if the "
-                "newer checkpoint is damaged)")
+                f"{self.path} that rank 0 lacks. Set run.dir to a folder that all machines share, "
+                "or copy that folder to rank 0's machine (or, if the newer checkpoint is "
+                "damaged, delete it where it is)")
 
     def take_lock(self) -> TextIO:
-        """Returns a file. As long as it is open, the folder belongs to this process."""
+        """Returns a file. The folder belongs to this process as long as the file is open."""
         with as_user_error(f"run.dir={self.config.run.dir!r} cannot be written to", (OSError,)):
             self.path.mkdir(parents=True, exist_ok=True)
             lock = open(self.path / ".lock", "a", encoding="utf-8")  # noqa: SIM115
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise UserError(f"{self.path} is in use by another process: wait for its end, or "
-                                "set run.name to another name") from None
+                raise UserError(f"{self.path} is in use by another process: wait for it to finish, "
+                                "or set run.name to another name") from None
         return lock
 
     def refuse_other_code(self) -> None:
-        """Refuses code that hasn't made this run, unless the user has accepted just this code."""
+        """Refuses code that didn't make this run, unless the user has accepted exactly this code.
+        """
         then = self.state["code"]
         self.code_changed = changed_files(then, self.code.texts)
         if not self.code_changed or self.config.run.code == self.code_digest:
             return
-        self.write_code(then)  # If a start that was killed has left newer code there.
+        self.write_code(then)  # A start that was killed may have left newer code there.
         names = " and ".join(self.code_changed)
         commands = []
         for name in self.code_changed:
@@ -117,7 +118,7 @@ class RunFolder:
         raise UserError(
             f"{self.path} was made by a different {names}, up to step {self.state['step']}. To see "
             f"the difference: {' and '.join(commands)}. To start over, set run.name to another "
-            f"name. To continue with this code all the same, add run.code={self.code_digest}")
+            f"name. To continue with this code anyway, add run.code={self.code_digest}")
 
     def write_code(self, texts: dict[str, str]) -> None:
         for name, text in texts.items():
@@ -126,20 +127,20 @@ class RunFolder:
     def check_data(
         self, training: list[dict], validation: list[dict], teacher: nn.Module | None
     ) -> None:
-        """Refuses rows or a teacher that differ from those of other ranks or of the checkpoint.
+        """Refuses rows or a teacher that differ from those on other ranks or at the checkpoint.
         Collective."""
         self.data = describe_data(training, validation)
         if teacher is not None:
             self.data["teacher"] = checksum(teacher, teacher)
         if any(data != self.data for data in gather(self.data)):
             raise SharedError(f"task.name={self.config.task.name!r}: load returns different rows, "
-                              "or a different order, on different ranks (or these have different "
-                              "teachers)")
+                              "or a different order, on different ranks (or their "
+                              "teachers differ): make them the same on all")
         then = self.state.get("data", self.data)
         if then.get("teacher") != self.data.get("teacher"):
             raise SharedError(
-                f"training.teacher={self.config.training.teacher!r} has different weights than "
-                f"when {self.path} was made. To start over, set run.name to another name")
+                f"training.teacher={self.config.training.teacher!r} does not have the weights "
+                f"it had when {self.path} was made. To start over, set run.name to another name")
         if then != self.data:
             raise SharedError(
                 f"{self.path} was made with different questions ({then['training']:,} to train on "
@@ -147,11 +148,11 @@ class RunFolder:
                 f"{self.data['validation']:,}). To start over, set run.name to another name")
 
     def relatives(self) -> list[tuple[Path, int, list[str]]]:
-        """Returns the other runs with the same settings, the newest first: the folder, the step of
-        its checkpoint, and which files are different there."""
+        """Returns the other runs with the same settings, newest first: the folder, the step of its
+        checkpoint, and which files are different there."""
         found = []
         for checkpoints in self.path.parent.glob("*/checkpoints"):
-            # Its run may be saving just now, or this Python cannot read its code.
+            # Its run may be saving right now, or this Python can't read its code.
             with suppress(OSError, ValueError, LookupError, SyntaxError):
                 [newest, *_] = numbered_folders(checkpoints, "step")
                 state = json.loads((newest / "state.json").read_text(encoding="utf-8"))
@@ -168,7 +169,7 @@ class RunFolder:
     # ------------------------------------------------------------ files
 
     def writing(self) -> AbstractContextManager[None]:
-        """Turns an error of the disk into one line for the user."""
+        """Turns a disk error into one line for the user."""
         return as_user_error(f"{self.path} cannot be written to; what was saved before is intact",
                              (OSError, SafetensorError))
 
@@ -177,21 +178,21 @@ class RunFolder:
             (self.path / name).write_text(text, encoding="utf-8")
 
     def append(self, name: str, records: list[dict]) -> None:
-        """Adds records to a file of the run, each as one line of JSON."""
+        """Adds records to a file of the run, one line of JSON each."""
         with self.writing(), open(self.path / name, "a", encoding="utf-8") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
 
     def cut_growing_files(self, sizes: dict[str, int]) -> None:
-        """Cuts the files that grow to the sizes that they had at the checkpoint."""
+        """Cuts the growing files back to the sizes they had at the checkpoint."""
         for name in GROWING_FILES:
             with open(self.path / name, "ab") as file:
                 if file.tell() < sizes[name]:
-                    raise UserError(f"{file.name} has lost a part of what was in it when the "
-                                    "checkpoint was saved: set run.name to start over")
+                    raise UserError(f"{file.name} has lost data since the checkpoint was saved: "
+                                    "set run.name to another name to start over")
                 file.truncate(sizes[name])
 
     def sync_growing_files(self) -> dict[str, int]:
-        """Returns the sizes of the files that grow. So much of them is on the disk then."""
+        """Returns the sizes of the growing files. All of that is on the disk by then."""
         sizes = {}
         for name in GROWING_FILES:
             with open(self.path / name, "ab") as file:
@@ -202,7 +203,8 @@ class RunFolder:
     # ------------------------------------------------------------ checkpoints
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Restores a run, or saves step 0 of a new one. Returns what NEW names. Collective."""
+        """Restores a run, or saves step 0 of a new one. Returns the values that NEW names.
+        Collective."""
         if self.checkpoint is None:
             self.save(model, optimizer, **NEW)
             if RANK == 0:
@@ -225,16 +227,16 @@ class RunFolder:
                 for link, name in self.state["models"].items():
                     self.link(link, name)
                 if not (self.path / "best").exists():
-                    restored["best"] = NEW["best"]  # The next evaluation makes another.
+                    restored["best"] = NEW["best"]  # The next evaluation makes a new one.
         return restored
 
     def will_change(self) -> bool:
-        """Whether this start trains or evaluates, and so continues the run with its code."""
+        """Whether this start trains or evaluates, and so continues the run with its own code."""
         step, last_step = self.state["step"], self.config.training.max_steps
         return step < last_step or (step == last_step and self.state["last_evaluation"] != step)
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, **state: Any) -> None:
-        """Saves all that resuming needs. Random numbers have no state. Collective."""
+        """Saves everything needed to resume. Random numbers have no state. Collective."""
         parts = gathered(state_tensors(model, optimizer, state["step"]), BYTES_OF_A_FILE)
         if RANK != 0:
             list(parts)  # This rank gets no parts, but takes part in gathering them.
@@ -250,7 +252,7 @@ class RunFolder:
                 "bytes": self.sync_growing_files(),
             }
             text = json.dumps(state, indent=1)
-            if path.exists():  # This step was saved, and then evaluated.
+            if path.exists():  # This step was saved and then evaluated.
                 list(parts)
                 unfinished = path / "state.unfinished"
                 unfinished.write_text(text, encoding="utf-8")
@@ -282,10 +284,11 @@ class RunFolder:
         is_best: bool,
     ) -> None:
         """Saves a model for `from_pretrained`, with training.json, which says how it was made. Then
-        the link last points to it, and if it is the best, so does best. Rank 0 alone does this."""
+        points the link last to it, and if it's the best, the link best, too. Only rank 0 calls it.
+        """
         path = self.path / f"model-{training['step']:06d}"
         model = copy.copy(sampler)
-        model.generation_config = generation_config  # That of the sampler is empty.
+        model.generation_config = generation_config  # The sampler's is empty.
         with self.writing():
             self.delete_superseded()
             with appearing(path) as folder:
@@ -297,20 +300,20 @@ class RunFolder:
                 self.link("best", path.name)
 
     def link(self, link: str, name: str | None) -> None:
-        """Points a link to a model of this folder, or takes the link away."""
+        """Points a link to a model in this folder, or removes the link."""
         self.models[link] = name
         path = self.path / link
         if path.is_dir() and not path.is_symlink():
-            raise UserError(f"{path} is a folder and not a link, as after a copy that follows "
-                            "links: delete best and last there (the folders model-... hold the "
-                            "models), or copy the run again with cp -a")
+            raise UserError(f"{path} is a folder instead of a link, as after a copy that follows "
+                            "links: delete best and last there (the models are in the folders "
+                            "model-...), or copy the run again with cp -a")
         if name is None:
             path.unlink(missing_ok=True)
             return
         new_path = self.path / f"{link}.unfinished"
         new_path.unlink(missing_ok=True)
         new_path.symlink_to(name)
-        new_path.replace(path)  # There is no moment without a link.
+        new_path.replace(path)  # At no moment is there no link.
 
 
 # ---------------------------------------------------------------- what a checkpoint holds
@@ -319,12 +322,12 @@ def state_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, step: int
 ) -> dict[str, torch.Tensor]:
     """Returns the weights that learn, and the optimizer state of each, as "norm.weight/exp_avg". At
-    step 0 it returns nothing, because all of that is as a start makes it."""
+    step 0 it returns nothing, because every start makes all of that."""
     if step == 0:
         return {}
     tensors = {}
     for name, parameter in model.named_parameters():
-        if parameter in optimizer.state:  # A frozen weight is not.
+        if parameter in optimizer.state:  # A frozen weight isn't.
             tensors[name] = parameter.data
             for key, value in optimizer.state[parameter].items():
                 tensors[f"{name}/{key}"] = value
@@ -340,13 +343,13 @@ def check_weights(model: nn.Module, sampler: nn.Module, step: int) -> None:
             raise UserError(f"after step {step} {OUT_OF_RANGE}")
     if len(set(gather(checksum(model, sampler)))) > 1:
         raise SharedError(
-            f"after step {step} the ranks have different weights, so their gradients were not "
+            f"after step {step} the ranks have different weights: either their gradients were not "
             "shared, or they compute differently. This step was not saved")
 
 
 def checksum(model: nn.Module, sampler: nn.Module) -> int:
-    """Returns a number that differs if any bit of these weights differs. Sharded weights are left
-    out, because no other rank has them. Then the sampler has all of them."""
+    """Returns a number that changes if any bit of these weights does. Sharded weights are left out,
+    because no other rank has them; the sampler then has all of them."""
     total = 0
     for weight in {*model.parameters(), *sampler.parameters()}:  # They may share weights.
         if not isinstance(weight, DTensor):
@@ -359,22 +362,22 @@ def refuse_other_experiment(checkpoint: Path, state: dict[str, Any], config: Con
     then = state.get("experiment", {})
     now = experiment(config)
     if then.get("version") != VERSION:
-        raise UserError(f"{checkpoint} was made by an older version of this trainer, which cannot "
-                        "continue here: set run.name to another name")
+        raise UserError(f"{checkpoint} was made by an older version of this trainer and cannot be "
+                        "resumed: set run.name to another name to start over")
     changes = []
     for key in sorted(then.keys() | now.keys()):
         if then.get(key) != now.get(key):
             changes.append(f"{key}: {then.get(key)} -> {now.get(key)}")
     if changes:
-        raise UserError(f"{checkpoint} is of a different experiment ({'; '.join(changes)}): set "
-                        "run.name to another name to start over")
+        raise UserError(f"{checkpoint} belongs to a different experiment ({'; '.join(changes)}): "
+                        "set run.name to another name to start over")
 
 
 # ---------------------------------------------------------------- folders on a disk
 
 def numbered_folders(parent: Path, word: str) -> list[Path]:
-    """Returns the folders that we have named, like step-000012, the newest first. A user's own
-    folders, like model-mine, are not among them."""
+    """Returns the folders that we named, like step-000012, newest first. A user's own folders, like
+    model-mine, aren't among them."""
     pattern = re.compile(rf"{word}-\d{{6,7}}")
     folders = [path for path in parent.glob(f"{word}-*") if pattern.fullmatch(path.name)]
     return sorted(folders, key=lambda path: (len(path.name), path.name), reverse=True)
@@ -387,7 +390,7 @@ def newest_step(run_folder: Path) -> int:
 
 
 def newest_checkpoint(run_folder: Path) -> Path | None:
-    """Returns None for a new folder. One with files but without a checkpoint is refused."""
+    """Returns None for a new folder. Refuses one with files but without a checkpoint."""
     checkpoints = numbered_folders(run_folder / "checkpoints", "step")
     if checkpoints:
         return checkpoints[0]
@@ -405,7 +408,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def open_tensors(checkpoint: Path) -> dict[str, safe_open]:
-    """Returns the file of each tensor. A file that is cut or garbled is an error."""
+    """Returns the file of each tensor. A truncated or garbled file is an error."""
     file_of = {}
     for path in checkpoint.glob("tensors-*.safetensors"):
         file = safe_open(path, "pt")
@@ -416,7 +419,7 @@ def open_tensors(checkpoint: Path) -> dict[str, safe_open]:
 
 @contextmanager
 def appearing(path: Path) -> Iterator[Path]:
-    """Yields a folder to write into. It is at `path` once it is complete and on the disk."""
+    """Yields a folder to write into. It appears at `path` once it's complete and on the disk."""
     unfinished = path.with_name("unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -425,13 +428,13 @@ def appearing(path: Path) -> Iterator[Path]:
         if written.is_file():
             sync_to_disk(written)
     sync_to_disk(unfinished)
-    shutil.rmtree(path, ignore_errors=True)  # A step that is made once more replaces its own.
+    shutil.rmtree(path, ignore_errors=True)  # A step that is repeated replaces its own folder.
     unfinished.rename(path)
     sync_to_disk(path.parent)
 
 
 def sync_to_disk(path: Path) -> None:
-    """Waits until what was written to this file or folder is on the disk."""
+    """Waits until whatever was written to this file or folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)

@@ -1,5 +1,5 @@
 """Hugging Face's `generate`, made faster: equal prompts are read once, and answers leave the batch
-when they have ended."""
+as soon as they've ended."""
 
 import copy
 from collections.abc import Callable
@@ -12,16 +12,16 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from machinery.prompts import keep_rows, pad_prompts, prefill
 
-TOKENS_PER_SLICE = 16  # After so many tokens the answers that have ended leave the batch.
-CACHE_ROOM = 16  # So many tokens can be appended to a layer of the cache without copying it.
+TOKENS_PER_SLICE = 16  # After this many tokens, the answers that have ended leave the batch.
+CACHE_ROOM = 16  # This many tokens can be appended to a layer of the cache without copying it.
 
 
 class NotedLogProbs(LogitsProcessor):
     """Notes the log-probability of every token that `generate` samples, at this temperature and
     before top_p and top_k.
 
-    `generate` shows a processor the logits of the next token, and all tokens before it. So a token
-    is looked up one call later, and only the logits of one token are kept."""
+    `generate` shows a processor the logits of the next token and all tokens before it. So a token
+    is looked up one call later, and only one token's logits are kept."""
 
     def __init__(self, temperature: float):
         self.temperature = temperature
@@ -52,9 +52,9 @@ def generate_fast(
     on_ended: Callable[[int], object],
 ) -> list[tuple[list[int], list[float]]]:
     """Calls `sampler.generate` for a few tokens at a time. Returns the tokens of an answer to each
-    prompt, with the stop token, and their log-probabilities while sampling. `on_ended` is told how
-    many more answers have ended."""
-    sampler.eval()  # In train mode gradient checkpointing would drop the KV cache.
+    prompt, including the stop token, and the log-probabilities they were sampled with. `on_ended`
+    is told how many more answers have ended."""
+    sampler.eval()  # In train mode, gradient checkpointing would drop the KV cache.
     stop_ids = set(settings.eos_token_id)
     slice_settings = copy.copy(settings)
     ids, mask, cache = prefill_for_generate(sampler, prompts)  # (rows, time), padded on the left
@@ -88,7 +88,7 @@ def generate_fast(
 
 
 def up_to_stop(ids: list[int], stop_ids: set[int]) -> list[int]:
-    """Returns the tokens up to the first stop token, which is included."""
+    """Returns the tokens up to and including the first stop token."""
     for t, token in enumerate(ids):
         if token in stop_ids:
             return ids[:t + 1]
@@ -104,7 +104,7 @@ def prefill_for_generate(
     prefix_ids, prefix_mask, which = pad_prompts(prefixes, model.device)
     cache = prefill(model, prefix_ids, prefix_mask)
     for i, layer in enumerate(cache.layers):
-        # Layers with a sliding window stay the library's own, and so do those that stay empty.
+        # Layers with a sliding window stay the library's own, and so do layers that stay empty.
         if type(layer) is DynamicLayer and layer.is_initialized:
             cache.layers[i] = RoomyLayer(layer)
     keep_rows(cache, which)
@@ -117,8 +117,8 @@ def prefill_for_generate(
 class RoomyLayer(DynamicLayer):
     """Keys and values of one layer, (rows, heads, time, width), with room for more tokens.
 
-    The library's own layer copies all that it holds for each new token. That takes longer than the
-    attention itself."""
+    The library's own layer copies everything it holds for each new token, which takes longer than
+    the attention itself."""
 
     def __init__(self, layer: DynamicLayer):
         super().__init__()
@@ -129,7 +129,7 @@ class RoomyLayer(DynamicLayer):
         self.roomy_values = layer.values
 
     def batch_select_indices(self, indices: torch.Tensor | slice, room: int = CACHE_ROOM) -> None:
-        """Keeps these rows, and makes room behind them."""
+        """Keeps these rows, and makes room after their tokens."""
         time = self.keys.shape[2]
         self.roomy_keys = pad(self.keys[indices], (0, 0, 0, room))
         self.roomy_values = pad(self.values[indices], (0, 0, 0, room))

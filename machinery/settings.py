@@ -19,14 +19,14 @@ from pydantic import BaseModel, Field, StrictBool, StrictInt, StrictStr
 from machinery.errors import UserError, as_user_error, shortened
 from machinery.ranks import DEVICE, LOCAL_WORLD_SIZE, NUM_GPUS, WORLD_SIZE, end_process, tell
 
-ROOT = Path(__file__).resolve().parent.parent  # This is the folder of main.py.
-# No number is larger, also none that a reward returns. Sums of squares stay within float32.
+ROOT = Path(__file__).resolve().parent.parent  # the folder of main.py
+# No number may be larger, including a reward. Sums of squares stay within float32.
 MOST = 1e9
 VERSION = 3  # It changes when the same settings mean a different experiment.
 
 Natural = Annotated[StrictInt, Field(ge=0)]
 Count = Annotated[StrictInt, Field(ge=1)]
-# A number may be written as 1e-4, which YAML reads as text because it has no dot.
+# A number may be written as 1e-4, which YAML reads as a string because it has no dot.
 Number = Annotated[float, Field(allow_inf_nan=False, ge=-MOST, le=MOST)]
 Positive = Annotated[Number, Field(gt=0)]
 Decay = Annotated[Number, Field(ge=0, lt=1)]
@@ -64,7 +64,7 @@ class DataSettings(Section):
     prompt_style: Literal["base", "chat"]
 
 
-class TrainingSettings(Section, extra="allow"):  # for keys of one's own, see `check_values`
+class TrainingSettings(Section, extra="allow"):  # for keys of your own, see `check_values`
     learning_type: Literal["grpo", "sil", "distill"]
     teacher: Text | None
     scale_rewards: Literal["none", "group", "mean"]
@@ -91,7 +91,7 @@ class TrainingSettings(Section, extra="allow"):  # for keys of one's own, see `c
 
     @property
     def group_size(self) -> int:
-        """How many answers are sampled to each question."""
+        """How many answers are sampled for each question."""
         return self.k_best_of_n[1]
 
     @property
@@ -101,7 +101,7 @@ class TrainingSettings(Section, extra="allow"):  # for keys of one's own, see `c
 
 
 class SamplingSettings(Section):
-    # With a lower temperature, logits divided by it leave the range of float32.
+    # At a lower temperature, dividing the logits by it would leave the range of float32.
     temperature: Annotated[Number, Field(ge=0.001)]
     top_p: Annotated[Number, Field(gt=0, le=1)]
     top_k: Natural
@@ -141,16 +141,16 @@ class Config(Section):
 
 KEYS = [f"{section}.{key}" for section, field in Config.model_fields.items()
         for key in field.annotation.model_fields]
-OWN = "training.my_"  # So begin keys of one's own, which config.yaml or another file declares.
-# These keys may change between two starts of a run. All other keys define the experiment.
+OWN = "training.my_"  # Keys of your own begin with this. config.yaml or another file declares them.
+# These keys may change between two starts of a run. All others define the experiment.
 FREE_KEYS = {
     "model.device", "model.attention", "model.gradient_checkpointing",
     "training.max_steps", "training.tokens_per_micro_batch", "training.shard",
     "sampling.max_rows", "validation.every", "checkpoint.every",
     "run.dir", "run.name", "run.code", "logging.mlflow",
 }
-# Keys that came after VERSION, with the value that means what runs did before. With this value a
-# key is no part of the experiment, so older runs resume.
+# Keys added since VERSION, with the value that means what runs did before. At this value a key
+# isn't part of the experiment, so older runs resume.
 ADDED_KEYS = {"data.validation": None, "training.teacher": None}
 
 
@@ -159,7 +159,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; usage: main.py [--config file.yaml] [section.key=value ...]")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """Ends the process after --help. `launch` takes sys.exit() for a failure."""
+        """Ends the process after --help, because `launch` takes sys.exit() for a failure."""
         end_process(status)
 
 
@@ -176,7 +176,7 @@ def load_config(arguments: list[str]) -> Config:
     values = read_yaml(ROOT / "config.yaml")
     for path in options.config:
         values |= read_yaml(path)
-    own_keys = [key for key in values if key.startswith(OWN)]  # The files have declared them.
+    own_keys = [key for key in values if key.startswith(OWN)]  # declared by the files
     for override in options.overrides:
         with as_user_error(f"{override!r} is not section.key=value, or its value is not YAML"):
             key, text = override.split("=", 1)
@@ -188,13 +188,13 @@ def load_config(arguments: list[str]) -> Config:
 
 
 def check_device(config: Config, arguments: list[str]) -> None:
-    """Refuses a CPU where a GPU is required. Says why GPUs are not used, and how to use them."""
+    """Refuses a CPU if a GPU is required. Says why GPUs aren't used, and how to use them."""
     is_required = config.model.device == "cuda"
     if DEVICE.type == "cuda" or not (is_required or NUM_GPUS):
         return
     reason = (f"{LOCAL_WORLD_SIZE} process{'es' * (LOCAL_WORLD_SIZE > 1)}, but {NUM_GPUS or 'no'} "
               f"GPU{'s' * (NUM_GPUS != 1)}")
-    remedy = "to train on the CPU all the same, add model.device=null"
+    remedy = "to train on the CPU anyway, add model.device=null"
     if NUM_GPUS:
         remedy = f"to train on GPUs with the same batch: {command_for_gpus(config, arguments)}"
     if is_required:
@@ -203,7 +203,7 @@ def check_device(config: Config, arguments: list[str]) -> None:
 
 
 def command_for_gpus(config: Config, arguments: list[str]) -> str:
-    """Returns how to ask as many questions per step with at most one rank for each GPU."""
+    """Returns how to ask as many questions per step with at most one rank per GPU."""
     num_questions = config.training.num_samples_per_step * LOCAL_WORLD_SIZE
     num_ranks = max(n for n in range(1, NUM_GPUS + 1) if num_questions % n == 0)
     key = "training.num_samples_per_step"
@@ -218,14 +218,14 @@ def command_for_gpus(config: Config, arguments: list[str]) -> str:
 
 
 def choose_precision(wanted: str | None) -> str:
-    """Returns what is wanted, or the best that the device computes quickly."""
-    # By itself PyTorch answers yes if it can only emulate bfloat16, which is slow.
+    """Returns the precision that is wanted, or the best one that the device computes quickly."""
+    # By default PyTorch says yes even if it can only emulate bfloat16, which is slow.
     is_fast = DEVICE.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return wanted or ("mixed" if is_fast else "float32")
 
 
 def check_values(values: dict[str, Any], own_keys: Sequence[str] = ()) -> Config:
-    """Makes a Config of {"section.key": value}, or says in one line what is wrong."""
+    """Turns {"section.key": value} into a Config, or says in one line what's wrong."""
     sections: dict[str, dict[str, Any]] = {}
     known = [*KEYS, *own_keys]
     for key, value in values.items():
@@ -246,8 +246,8 @@ def check_values(values: dict[str, Any], own_keys: Sequence[str] = ()) -> Config
         last = training.warmup_steps + training.decay_steps
         raise UserError(
             f"training.max_steps={training.max_steps}: with training.decay_steps="
-            f"{training.decay_steps} the learning rate is 0 from step {last + 1} on. Write at most "
-            f"{last}, or raise training.decay_steps (docs/running.md#stop-and-resume)")
+            f"{training.decay_steps} the learning rate is 0 from step {last + 1} on. Set it to at "
+            f"most {last}, or raise training.decay_steps (docs/running.md#stop-and-resume)")
     return config
 
 
@@ -259,10 +259,10 @@ def check_learning_type(training: TrainingSettings) -> None:
     elif training.learning_type == "sil":
         is_valid = k < n
     else:
-        is_valid = k == n  # A teacher compares no answers, so one is enough.
+        is_valid = k == n  # With a teacher, answers aren't compared, so one is enough.
     if not is_valid:
-        raise UserError(f"training.k_best_of_n={[k, n]}: write [G, G], like [8, 8], for grpo, "
-                        "[k, n], like [2, 8], for sil, and [G, G] or [1, 1] for distill")
+        raise UserError(f"training.k_best_of_n={[k, n]}: set it to [G, G] (like [8, 8]) for grpo, "
+                        "to [k, n] (like [2, 8]) for sil, and to [G, G] or [1, 1] for distill")
     if training.learning_type != "distill":
         if training.teacher is not None:
             raise UserError(f"training.teacher={training.teacher!r}: set training.learning_type to "
@@ -282,7 +282,7 @@ def check_learning_type(training: TrainingSettings) -> None:
 
 
 def describe_mistake(mistake: dict[str, Any]) -> str:
-    """Returns what pydantic has found, as one line that names the key and its value."""
+    """Returns what pydantic has found, in one line that names the key and its value."""
     key = ".".join(str(name) for name in mistake["loc"])
     value = shortened(repr(mistake["input"]), 80)
     return f"{key}={value}: {mistake['msg']}"
@@ -290,7 +290,8 @@ def describe_mistake(mistake: dict[str, Any]) -> str:
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """Returns the keys of a YAML file as {"section.key": value}."""
-    with as_user_error(f"the config file {path} is not there, or not YAML of sections with keys"):
+    with as_user_error(
+            f"the config file {path} does not exist, or is not YAML with sections of keys"):
         return flatten(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
 
 
@@ -305,13 +306,13 @@ def flatten(config: Config | dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def is_due(step: int, every: int, config: Config) -> bool:
-    """Whether something that happens every so many steps, and after the last, happens now."""
+    """Whether something that's due every few steps, and after the last, is due now."""
     return step % every == 0 or step == config.training.max_steps
 
 
 def experiment(config: Config) -> dict[str, Any]:
     """Returns the settings that define an experiment. What counts is how many questions all ranks
-    take together in a step, and not how many each takes."""
+    take together per step, not how many each of them takes."""
     settings = {}
     for key, value in flatten(config).items():
         is_new = key in ADDED_KEYS and value == ADDED_KEYS[key]
@@ -323,15 +324,15 @@ def experiment(config: Config) -> dict[str, Any]:
 
 
 def default_run_name(config: Config, code_digest: str) -> str:
-    """Returns the learning type, a digest of the settings, and that of the code."""
+    """Returns the learning type, a digest of the settings, and a digest of the code."""
     text = json.dumps(experiment(config), sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return f"{config.training.learning_type}-{digest[:8]}-{code_digest}"
 
 
 def beside_main(path: str) -> str:
-    """Returns a path that starts in the working directory, or else in the folder of main.py. What
-    is in neither is returned as it is, because it may be an id on the Hugging Face hub."""
+    """Returns a path that starts in the working directory, or else in the folder of main.py. If it
+    exists in neither, it's returned as it is: it may be an id on the Hugging Face hub."""
     path = os.path.expanduser(path)
     if os.path.exists(ROOT / path) and not os.path.exists(path):
         return str(ROOT / path)

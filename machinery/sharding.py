@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer state that are sharded over the ranks, by `fully_shard`."""
+"""Weights, gradients and optimizer state, sharded over the ranks by `fully_shard`."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -17,24 +17,24 @@ from machinery.ranks import DEVICE, RANK, WORLD_SIZE
 
 
 class Sharded(nn.Module):
-    """Takes the place of DistributedDataParallel. A rank keeps a part of each weight that learns.
+    """Replaces DistributedDataParallel. Each rank keeps a part of every weight that learns.
 
-    Ranks gather the weights of a layer just before they compute the layer, and then free them.
-    Gradients are shared after each micro-batch, because kept in full they would take the memory
-    that is saved."""
+    The ranks gather the weights of a layer just before they compute it, and then free them.
+    Gradients are shared after each micro-batch, because keeping them in full would take the memory
+    that sharding saves."""
 
     def __init__(self, policy: nn.Module):
         super().__init__()
         learning = {parameter for parameter in policy.parameters() if parameter.requires_grad}
         frozen = set(policy.parameters()) - learning
-        with as_user_error("training.shard: this model cannot be cut up"):
+        with as_user_error("training.shard: this model cannot be sharded"):
             self.module = shard(policy, learning, frozen)
         for parameter in frozen:
             parameter.data = parameter.data.to(DEVICE)
         torch.set_autocast_cache_enabled(False)  # It would hold all weights in bfloat16.
 
     def forward(self, answers: list) -> tuple[torch.Tensor, torch.Tensor]:
-        # All that a sharded module is given is searched for tensors, so it gets only what it reads.
+        # Whatever a sharded module is given is searched for tensors, so it only gets what it reads.
         inputs = [MadeUpAnswer(answer.prompt_ids, answer.completion_ids) for answer in answers]
         return self.module(inputs)
 
@@ -49,21 +49,21 @@ def shard(
     """Leaves this rank its part of each parameter that learns. Collective."""
     layers = [part for part in policy.modules() if isinstance(part, GradientCheckpointingLayer)]
     mesh = init_device_mesh(DEVICE.type, (WORLD_SIZE,))
-    for layer in reversed(layers):  # A layer within another one comes first.
+    for layer in reversed(layers):  # A layer inside another one comes first.
         fully_shard(layer, mesh=mesh, ignored_params=frozen)
     embeddings = policy.model.get_input_embeddings()
     output_layer = policy.model.get_output_embeddings()
     if embeddings.weight in learning and embeddings.weight is not output_layer.weight:
         fully_shard(embeddings, mesh=mesh, ignored_params=frozen)
-        embeddings.set_unshard_in_backward(False)  # Their gradient does not depend on the weights.
-    # Without resharding, a pass without a backward pass would leave gathered weights behind, which
-    # the next update makes stale.
+        embeddings.set_unshard_in_backward(False)  # Their gradient doesn't depend on the weights.
+    # Without resharding, a forward pass with no backward pass would leave gathered weights behind,
+    # which the next update would make stale.
     return fully_shard(policy, mesh=mesh, reshard_after_forward=True, ignored_params=frozen)
 
 
 def unsharded(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Returns the full tensor. A sharded one is converted to `dtype` first, if given. Then it
-    is gathered, which is collective."""
+    """Returns the full tensor. A sharded one is first converted to `dtype`, if given, and then
+    gathered, which is collective."""
     if isinstance(tensor, DTensor):
         return tensor.to(dtype).full_tensor()
     return tensor
@@ -76,7 +76,7 @@ def fill(tensor: torch.Tensor, values: torch.Tensor | None) -> None:
         full.copy_(values)
     dist.broadcast(full, 0)
     if isinstance(tensor, DTensor):
-        # With `src_data_rank=None` each rank takes its own part, and nothing is sent once more.
+        # With `src_data_rank=None` each rank takes its own part, and nothing is sent again.
         tensor.copy_(distribute_tensor(
             full, tensor.device_mesh, tensor.placements, src_data_rank=None))
 
@@ -84,8 +84,8 @@ def fill(tensor: torch.Tensor, values: torch.Tensor | None) -> None:
 def gathered(
     tensors: dict[str, torch.Tensor], max_bytes: int
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yields full tensors on rank 0's CPU, in parts of at most `max_bytes`, or of one tensor. On
-    other ranks there are no parts, but all have to iterate. Collective."""
+    """Yields full tensors on rank 0's CPU, in parts of at most `max_bytes` or of one tensor. On
+    other ranks there are no parts, but all ranks have to iterate. Collective."""
     part = {}
     num_bytes = 0
     for name, tensor in tensors.items():
@@ -94,7 +94,7 @@ def gathered(
             continue
         if part and num_bytes + full.nbytes > max_bytes:
             yield part
-            part.clear()  # A new dictionary would leave this one's tensors in the caller's hands.
+            part.clear()  # With a new dictionary, the caller would still hold this one's tensors.
             num_bytes = 0
         part[name] = full.cpu().contiguous()
         num_bytes += full.nbytes

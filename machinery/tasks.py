@@ -1,4 +1,4 @@
-"""A task: its file, its questions, their prompts, and what it says of an answer."""
+"""A task: its file, its questions, their prompts, and what it says about an answer."""
 
 import faulthandler
 import importlib.util
@@ -21,7 +21,7 @@ from machinery.ranks import WORLD_SIZE, tell
 from machinery.settings import MOST, ROOT, Config, beside_main, flatten
 
 SECONDS_FOR_A_REWARD = 60
-Task = SimpleNamespace  # It has the names that the head of countdown.py explains.
+Task = SimpleNamespace  # It has the names that the top of countdown.py explains.
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,14 @@ class Question:
 # ---------------------------------------------------------------- the task's file
 
 def load_task(config: Config) -> Task:
-    """Imports the file that `task.name` says. A setting may replace its REWARD_WEIGHTS."""
+    """Imports the file that `task.name` names. A setting may replace its REWARD_WEIGHTS."""
     name = config.task.name
     module = import_task(name)
     weights = config.task.reward_weights or module.REWARD_WEIGHTS
     unknown = set(weights) - set(module.REWARD_WEIGHTS)
     if unknown:
-        raise UserError(f"task.reward_weights: {name} has no part {', '.join(sorted(unknown))}")
+        raise UserError(f"task.reward_weights: {name} has no part {', '.join(sorted(unknown))}: "
+                        "use the names in its REWARD_WEIGHTS")
     optional = {"SYSTEM_MESSAGE": "", "REPLY_START": ""}
     return Task(**{**optional, **vars(module), "REWARD_WEIGHTS": weights})
 
@@ -49,7 +50,7 @@ def load_task(config: Config) -> Task:
 def task_file(name: str) -> Path:
     path = ROOT / "countdown.py" if name == "countdown" else Path(beside_main(name))
     if not path.is_file() or path.suffix != ".py":
-        raise UserError(f"task.name={name!r}: write countdown, or the path of a Python file")
+        raise UserError(f"task.name={name!r}: set it to countdown, or to the path of a Python file")
     return path
 
 
@@ -58,9 +59,9 @@ def import_task(name: str) -> ModuleType:
     path = task_file(name)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pickle look for a module's classes there. A math.py leaves Python's in place.
+    # Dataclasses and pickle look there for a module's classes. A math.py doesn't replace Python's.
     sys.modules.setdefault(path.stem, module)
-    sys.path.append(str(path.parent))  # A task may import the files beside it.
+    sys.path.append(str(path.parent))  # A task may import the files next to it.
     spec.loader.exec_module(module)
     return module
 
@@ -77,7 +78,7 @@ def load_questions(
 
     rows = load_rows("data.dataset", task, config.data.max_rows, config)
     if config.data.validation is not None:
-        rows = [row for row in rows if not row.get("held_out")]  # Another file is asked.
+        rows = [row for row in rows if not row.get("held_out")]  # A different file is asked.
         for row in load_rows("data.validation", task, None, config):
             rows.append({**row, "held_out": True})
     most = config.data.max_prompt_tokens
@@ -93,11 +94,11 @@ def load_questions(
 
 
 def load_rows(key: str, task: Task, max_rows: int | None, config: Config) -> list[dict]:
-    """Returns what the task makes of the data set that a key names."""
+    """Returns what the task makes of the data set that this key names."""
     try:
         return list(task.load(beside_main(flatten(config)[key]), max_rows))
     except ValueError as error:
-        # The last line that isn't of a library.
+        # The last line that isn't a library's.
         frames = traceback.extract_tb(error.__traceback__)
         files = (getattr(task, "__file__", None), str(ROOT / "countdown.py"))
         place = [frame for frame in frames if frame.filename in files] or frames
@@ -106,12 +107,12 @@ def load_rows(key: str, task: Task, max_rows: int | None, config: Config) -> lis
 
 
 def split(rows: list[dict], config: Config) -> tuple[list[dict], list[dict]]:
-    """Returns the rows to train on and those that are held out. No problem is in both, and each
-    problem is held out once.
+    """Returns the rows to train on and the rows that are held out. No problem is in both, and the
+    held-out rows have each problem once.
 
-    The candidates are the problems of rows that are marked with "held_out", and without any such
-    row all problems. Those with the smallest hashes are held out, whatever the seed and the order
-    of the rows. So if the data grow, none is held out that was trained on before."""
+    If any rows are marked with "held_out", their problems are the candidates, otherwise all
+    problems are. The ones with the smallest hashes are held out, whatever the seed and the order of
+    the rows. So if the data grow, nothing is held out that was trained on before."""
     unmarked = by_problem([row for row in rows if not row.get("held_out")])
     marked = by_problem([row for row in rows if row.get("held_out")])
     candidates = marked if marked or config.data.validation else unmarked
@@ -160,23 +161,23 @@ def describe_data(training: list[dict], validation: list[dict]) -> dict[str, Any
 
 
 def as_json(value: Any) -> Any:
-    """Returns what stands in a digest for a value that JSON doesn't know."""
+    """Returns what represents, in a digest, a value that JSON doesn't know."""
     if hasattr(value, "tolist"):  # an array or a number of numpy
         return value.tolist()
     if isinstance(value, set | frozenset):
         return sorted(map(repr, value))
     text = repr(value)
-    # An address is different in each process.
+    # An address differs from process to process.
     return type(value).__name__ if " at 0x" in text else text
 
 
 def check_prompt_lengths(
     rows: list[dict], num_tokens: Callable[[dict], int], context: float, config: Config
 ) -> None:
-    """Refuses a prompt that has no room for its answer."""
+    """Refuses a prompt that leaves no room for its answer."""
     L = config.training.max_new_gen_tokens
     # Encoding all prompts takes long. A token has at least one byte, so prompts of few bytes fit.
-    template_length = num_tokens(rows[0])  # No less than what a chat template adds.
+    template_length = num_tokens(rows[0])  # at least as much as a chat template adds
     longest = 0
     for row in rows:
         num_bytes = len(row["prompt"].encode())
@@ -186,7 +187,7 @@ def check_prompt_lengths(
         names = (config.model.name, config.training.teacher)
         models = " and ".join(repr(name) for name in names if name)
         raise UserError(f"training.max_new_gen_tokens={L}: with a prompt of {longest} tokens it "
-                        f"exceeds the {context} that {models} can process: write at most "
+                        f"exceeds the {context} that {models} can process: set it to at most "
                         f"{max(0, context - longest)}, or set data.max_prompt_tokens")
 
 
@@ -195,7 +196,7 @@ def check_prompt_tokens(
     config: Config,
 ) -> None:
     """Refuses prompts without tokens, or with tokens that the model doesn't know."""
-    # Some tokenizers have more tokens than their model, but use them for images alone.
+    # Some tokenizers have more tokens than their model, but use them only for images.
     num_known = model.config.get_text_config().vocab_size
     has_more = max(tokenizer.get_vocab().values()) >= num_known
     for row in rows:
@@ -203,9 +204,9 @@ def check_prompt_tokens(
             ids = encode_prompt(row, task, tokenizer, config)
             if max(ids) >= num_known:
                 token = tokenizer.convert_ids_to_tokens(max(ids))
-                raise UserError(f"model.name={config.model.name!r}: its tokenizer makes {token!r} "
-                                f"token {max(ids)}, and the model has only {num_known}. Use the "
-                                "model's own tokenizer, or resize its embeddings")
+                raise UserError(f"model.name={config.model.name!r}: its tokenizer turns {token!r} "
+                                f"into token {max(ids)}, but the model has only {num_known}. Use "
+                                "the model's own tokenizer, or resize its embeddings")
 
 
 def encode_prompt(row: dict, task: Task, tokenizer: PreTrainedTokenizerBase,
@@ -218,23 +219,23 @@ def encode_prompt(row: dict, task: Task, tokenizer: PreTrainedTokenizerBase,
     if task.SYSTEM_MESSAGE:
         messages.insert(0, {"role": "system", "content": task.SYSTEM_MESSAGE})
     with as_user_error("data.prompt_style: the model has no chat template, or its template refuses "
-                       "this task's messages; write base"):
+                       "this task's messages; set it to base"):
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     # Some templates open the thinking themselves.
     if not text.rstrip().endswith(task.REPLY_START.rstrip()):
         text += task.REPLY_START
-    # The template has added all special tokens.
+    # The template has already added all special tokens.
     return refuse_empty(tokenizer(text, add_special_tokens=False)["input_ids"], row)
 
 
 def refuse_empty(ids: list[int], row: dict) -> list[int]:
     if not ids:
-        raise UserError(f"data.dataset: the prompt {row['prompt']!r} has no tokens")
+        raise UserError(f"data.dataset: the prompt {row['prompt']!r} has no tokens: fix its row")
     return ids
 
 
 def longest_text(model: PreTrainedModel) -> float:
-    """Returns up to how many tokens the model computes a text alike in whatever batch it is."""
+    """Returns up to how many tokens the model computes a text the same way in any batch."""
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":  # A longer text would change the others in its batch.
@@ -246,7 +247,7 @@ def longest_text(model: PreTrainedModel) -> float:
 
 def grade(task: Task, completion: str, row: dict) -> dict[str, float]:
     """Returns the parts of an answer's reward. An error in the task's code keeps its traceback."""
-    # A reward that hangs prints after each minute which line it is at.
+    # If a reward hangs, this prints every minute which line it's at.
     faulthandler.dump_traceback_later(SECONDS_FOR_A_REWARD, repeat=True, file=2)
     try:
         # Each answer gets a copy of the row, so no reward can change what a later one sees.
@@ -260,14 +261,15 @@ def grade(task: Task, completion: str, row: dict) -> dict[str, float]:
 
 
 def check_parts(task: Task, parts: dict[str, float]) -> dict[str, float]:
-    """Returns the parts as floats. A number that is not finite would spoil the weights."""
+    """Returns the parts as floats. A number that isn't finite would spoil the weights."""
     values = {}
     for name in {**task.REWARD_WEIGHTS, task.SOLVED: 0.0}:
         values[name] = float(parts[name])
         if not abs(values[name]) <= MOST:  # This also refuses nan.
-            raise ValueError(f"reward_function returned {parts[name]!r} as {name}")
+            raise ValueError(f"reward_function returned {parts[name]!r} as {name}, which is too "
+                             "large or not a finite number")
     if not 0 <= values[task.SOLVED] <= 1:
         raise UserError(f"reward_function returned {values[task.SOLVED]} as {task.SOLVED}, which "
-                        "has to be from 0 to 1, because SOLVED names it as the part that says "
+                        "must be from 0 to 1, because SOLVED names it as the part that says "
                         "whether the question is solved")
     return values

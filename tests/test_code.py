@@ -138,7 +138,7 @@ def test_an_edit_that_leaves_the_gradient_as_it_was_is_said_in_step_1(
     command = [*SMALL, ONE_STEP, "training.seed=3", "training.max_new_gen_tokens=80",
                "training.num_samples_per_step=4", "training.k_best_of_n=[8,8]",
                f"run.dir={tmp_path}"]
-    same = f"grad_norm is that of {tmp_path / 'a'} to six digits, so the edit hasn't changed"
+    same = f"grad_norm equals {tmp_path / 'a'}'s to six digits, so the edit hasn't changed"
     assert start(command) == 0
     assert same not in say(capsys)
     for code, is_said in ((edited("# Why?\n"), False), (edited(EDIT), True)):
@@ -176,7 +176,7 @@ def test_a_named_run_that_other_code_has_made_continues_only_with_the_code_that_
         assert (folder / "metrics.jsonl").read_text() == before
 
     assert start([*command, f"run.code={digest}", "training.max_steps=2"]) == 0
-    assert f"from here on with a different {name}" in say(capsys)
+    assert f"from here on it runs a different {name}" in say(capsys)
     assert EDIT in (folder / name).read_text()
     assert start(command) == 0  # From now on this is the code of the run.
 
@@ -198,7 +198,7 @@ def test_ranks_with_different_code_are_refused(tmp_path):
     result = ranks(2, run_with_code_of_its_own, str(tmp_path))
 
     assert result.codes == [2, 2]
-    assert "error: the ranks run different code: main.py" in result.stderr
+    assert "error: the ranks run different code: make main.py" in result.stderr
     assert not (tmp_path / "a").exists()
 
 

@@ -62,7 +62,7 @@ def on_a_cpu(monkeypatch):
 @pytest.mark.parametrize(("num_gpus", "says"), [
     (6, "8 processes, but 6 GPUs; to train on GPUs with the same batch: "),
     (4, "8 processes, but 4 GPUs; to train on GPUs with the same batch: "),
-    (0, "8 processes, but no GPUs; to train on the CPU all the same, add model.device=null")])
+    (0, "8 processes, but no GPUs; to train on the CPU anyway, add model.device=null")])
 def test_a_recipe_for_gpus_is_never_trained_on_a_cpu(num_gpus, says, on_a_cpu, monkeypatch):
     recipe = ["--config", "recipes/qwen2.5-3b-grpo.yaml", "training.seed=1"]
     monkeypatch.setattr(settings, "LOCAL_WORLD_SIZE", 8)

@@ -43,7 +43,7 @@ def the_only_error(said: str) -> str:
     ("model.name=someone/model", "hub id within reach"),
     ("data.num_validation=9999", "leaves 0 training"),
     ("data.dataset=none.parquet", "none.parquet"),
-    ("training.max_new_gen_tokens=500", "the 512 that 'tiny/model' can process: write at most"),
+    ("training.max_new_gen_tokens=500", "the 512 that 'tiny/model' can process: set it to at most"),
     ("task.name=none.py", "the path of a Python file"),
     ("task.reward_weights={form: 1}", "has no part form"),
     ("run.dir=/dev/null", "cannot be written to"),
@@ -89,7 +89,8 @@ def test_running_out_of_memory_is_known_by_its_many_names(error, expected):
 
 @pytest.mark.parametrize(("phase", "message", "says"), [
     ("sample", "probability tensor contains either `inf`, `nan`", "lower training.learning_rate"),
-    ("evaluate", "CUDA error: device-side assert triggered", "CUDA_LAUNCH_BLOCKING=1 shows where."),
+    ("evaluate", "CUDA error: device-side assert triggered",
+     "(CUDA_LAUNCH_BLOCKING=1 shows where)"),
     ("score", "CUDA error: device-side assert triggered", None)])  # It's the reward's own.
 def test_an_assertion_on_a_gpu_is_blamed_on_the_model_only_while_sampling(phase, message, says):
     expected = UserError if says else RuntimeError
@@ -119,7 +120,7 @@ def test_a_clip_without_a_second_update_is_said_to_change_nothing(
         arguments, is_told, tmp_path, capsys):
     assert start([*TINY, *arguments, "training.max_steps=0", f"run.dir={tmp_path}"]) == 0
 
-    assert ("training.clip and training.ratio change nothing" in capsys.readouterr().out) == is_told
+    assert ("training.clip and training.ratio have no effect" in capsys.readouterr().out) == is_told
 
 
 def test_an_empty_prompt_is_refused_at_the_start(tmp_path, capsys):
@@ -147,7 +148,7 @@ def test_a_token_that_the_model_does_not_know_is_refused_if_a_prompt_has_it(
     assert code == (2 if is_used else 0)
     said = capsys.readouterr().err
     if is_used:
-        assert "its tokenizer makes '30' token" in the_only_error(said)
+        assert "its tokenizer turns '30' into token" in the_only_error(said)
 
 
 # ---------------------------------------------------------------- the folder of a run
@@ -172,7 +173,7 @@ def test_a_run_that_has_finished_says_so_and_takes_more_steps(tmp_path, capsys, 
     assert start([*only_evaluate, "training.max_steps=1", "validation.every=3"]) == 0
 
     assert (tmp_path / "a" / "best").resolve().name == "model-000001"
-    assert "the best model, of step 1, is in" in " ".join(capsys.readouterr().out.split())
+    assert "the best model, from step 1, is in" in " ".join(capsys.readouterr().out.split())
 
     lines = [line["step"] for line in read_jsonl(tmp_path / "a" / "metrics.jsonl")]
     assert lines == [0, 1, 1]
@@ -202,7 +203,7 @@ def test_a_run_copied_with_its_links_followed_says_how_to_mend_it(settings, tmp_
     resume = [*settings, f"run.dir={folder.parent}", "training.max_steps=2"]
 
     assert start(resume) == 2
-    assert f"{folder / 'best'} is a folder and not a link" in the_only_error(
+    assert f"{folder / 'best'} is a folder instead of a link" in the_only_error(
         capsys.readouterr().err)
 
     for link in ("best", "last"):
@@ -270,7 +271,7 @@ def test_a_task_that_leaves_or_fails_is_shown_with_its_line_and_is_no_success(
 @pytest.mark.parametrize(("parts", "says"), [
     ({"format": math.nan, "answer": 0}, "reward_function returned nan as format"),
     ({"format": 0, "answer": -2e9}, "reward_function returned -2000000000.0 as answer"),
-    ({"format": 0, "answer": -1}, "returned -1.0 as answer, which has to be from 0 to 1"),
+    ({"format": 0, "answer": -1}, "returned -1.0 as answer, which must be from 0 to 1"),
     ({"format": 0.5}, "answer")], ids=str)
 def test_a_reward_without_a_number_up_to_1e9_for_each_part_is_an_error_with_the_completion(
         parts, says):
@@ -325,7 +326,7 @@ def test_weights_out_of_range_end_in_one_line_and_are_never_saved(
                   f"checkpoint.every={every}"]) == 2
 
     line = the_only_error(capsys.readouterr().err)
-    assert "no probabilities any more: lower training.learning_rate" in line
+    assert "no longer gives valid probabilities: lower training.learning_rate" in line
     saved = [path.name for path in (tmp_path / "a" / "checkpoints").iterdir()]
     assert sorted(saved) == (["step-000001", "step-000002"] if every == 1 else ["step-000000"])
 

@@ -249,7 +249,7 @@ def bad_signs(lines):
     ("grad_norm", JUST, 0, "gradient is 0"),
     ("moved", 0.01 + JUST, 0.01, "almost nothing has changed"),
     ("change_not_finite", None, JUST, "not finite after the update"),
-    ("graded_wrongly", 0.2 - JUST, 0.2, "graded once more"),
+    ("graded_wrongly", 0.2 - JUST, 0.2, "graded again"),
     ("change_rewarded", -0.02 + JUST, -0.02, "became less likely"),
     ("change_as_meant", 0.3 + JUST, 0.3, "became less likely")])
 def test_each_sign_begins_where_it_should_and_names_real_settings(
@@ -328,7 +328,7 @@ def exchanged(score):
 
 @pytest.mark.parametrize(("name", "mistake", "says"), [
     ("compute_advantages", flipped, "became less likely"),
-    ("score", exchanged, "graded once more have a different reward")])
+    ("score", exchanged, "graded again got a different reward")])
 def test_the_report_believes_neither_the_advantages_nor_the_rewards_of_the_code(
         name, mistake, says, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "1000")

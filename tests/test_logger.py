@@ -209,4 +209,4 @@ def test_the_summary_tells_the_first_the_last_and_the_best_evaluation(
     for gain in ("solved 0.250 -> 0.125", "reward 0.750 -> 0.625", "best of 4 0.500 -> 0.375"):
         assert gain in said
     assert ("no evaluation was better" in said) == (best_step == 0)
-    assert f"the best model, of step {best_step}, is in {log.path}/best" in said
+    assert f"the best model, from step {best_step}, is in {log.path}/best" in said
