@@ -45,9 +45,10 @@ means that all ranks have to call it.
 
 Two functions are shown in their plain form, `generate_plain` and `Policy.forward`. By default,
 `generate_fast` and `FastPolicy` of machinery/ run instead: the same distribution and the same
-log-probabilities in less time. Before each run, `check_model` compares all four, on a few tokens,
-with the model's own forward pass or with each other. To edit the plain ones, set model.fast=false:
-then they run, and the check only tells you how far off they are.
+log-probabilities in less time. Before each run, `check_model` compares the plain ones, on a few
+tokens, with the model's own forward pass, and the fast ones with it or with the plain ones. To edit
+the plain ones, set model.fast=false: then they run, and the check only tells you how far off they
+are.
 """
 
 import machinery  # noqa: F401, I001  First, because it prints a line before the slow imports below.
@@ -98,7 +99,8 @@ class Trajectory:
     advantage: float | torch.Tensor = 0.0  # (tokens,) if you want one for each token
     # Log-probabilities, each (tokens,):
     sampler_log_probs: torch.Tensor | None = None    # while sampling; for the log
-    old_log_probs: torch.Tensor | None = None        # before the first update; also for the log
+    old_log_probs: torch.Tensor | None = None        # before the first update; for the log, and
+                                                     # for the ratio of variants
     reference_log_probs: torch.Tensor | None = None  # of `Run.reference`; for variants
 
     @property
@@ -221,7 +223,7 @@ def sample(
     generate = generate_fast if run.config.model.fast else generate_plain
     on_ended = run.log.counter(len(prompts))  # It moves a progress bar.
     completions = []  # (tokens, log-probabilities) of each answer, in the order of `prompts`
-    for start in range(0, len(prompts), sampling.max_rows):  # as many as fit into memory
+    for start in range(0, len(prompts), sampling.max_rows):  # as many answers as fit into memory
         rows = prompts[start:start + sampling.max_rows]
         completions += generate(run.sampler, rows, settings, on_ended)
     groups = []
@@ -243,7 +245,7 @@ def generate_plain(
     By default `generate_fast` runs instead. It samples from the same distribution, but reads equal
     prompts once and drops answers from the batch as they end."""
     sampler.eval()
-    noted = NotedLogProbs(settings.temperature)  # `generate` shows it the model's own logits.
+    noted = NotedLogProbs(settings.temperature)  # gets logits before top_p and top_k
     ids, mask = pad_left(prompts, sampler.device)  # (answers, longest prompt)
     sequences = sampler.generate(
         ids, attention_mask=mask, generation_config=settings, logits_processor=[noted])
@@ -285,9 +287,8 @@ def score(run: Run, groups: list[list[Trajectory]]) -> None:
 def compute_advantages(
     groups: list[list[Trajectory]], training: TrainingSettings
 ) -> list[Trajectory]:
-    """Sets the advantage of every answer of the step. Returns the answers that count in the loss,
-    by default all of them. (With `distill` all advantages stay 0, and a teacher's are added in
-    `variant_objective`.)"""
+    """Sets the advantage of every answer of the step. Returns the answers that count in the
+    normalizer of the loss, by default all of them."""
     answers = []
     for group in groups:
         if training.learning_type == "grpo":
@@ -296,7 +297,7 @@ def compute_advantages(
         elif training.learning_type == "sil":
             answers += imitate_best(group, training)  # a variant
         else:
-            answers += group  # "distill", a variant
+            answers += group  # "distill", a variant whose advantages come in `variant_objective`
     return answers
 
 
@@ -328,14 +329,14 @@ def learn(run: Run, answers: list[Trajectory]) -> list[dict[str, float]]:
     })
     if totals["learned"] == 0:
         return [NOTHING_LEARNED]
-    if training.has_reference:
-        add_reference_log_probs(run, learned)  # a variant
+    if training.has_reference:  # a teacher or a KL penalty, both variants
+        add_reference_log_probs(run, learned)
     updates = []
     for _ in range(training.updates_per_batch):
         update = policy_gradient(run, learned, totals)
         updates.append(update)
-        if update["non_finite"]:
-            break  # The loss or the gradient is inf or nan, summed over all ranks.
+        if update["non_finite"]:  # On some rank, the loss or the gradient is inf or nan.
+            break
         run.optimizer.step()
     refresh_sampler(run.sampler, run.model)  # By default they share their weights already.
     return updates
@@ -345,23 +346,24 @@ def policy_gradient(
     run: Run, learned: list[Trajectory], totals: dict[str, float]
 ) -> dict[str, float]:
     """Leaves the gradient of the whole loss, its norm clipped, in the parameters of every rank.
-    Returns statistics of the update. Collective."""
+    Returns statistics of the update. Collective.
+
+    Gradients of micro-batches add up on their rank, and ranks share the sums once, in the last
+    backward pass. So each rank needs at least one micro-batch: if it has nothing to learn from,
+    `split_into_micro_batches` makes up an answer with no tokens, whose loss is an empty sum.
+    (`Sharded` shares in every backward pass, so all ranks get equally many micro-batches.)"""
     training = run.config.training
     policy = run.policy
     policy.train()  # Only gradient checkpointing needs this: dropout is 0.
-    policy.zero_grad(set_to_none=False)  # Gradients are parts of DistributedDataParallel's buffers.
+    policy.zero_grad(set_to_none=False)  # The tensors stay: DistributedDataParallel sums in them.
     statistics = UpdateStatistics()
-    # Gradients of micro-batches add up on their rank, and ranks share the sums once, in the last
-    # backward pass. So each rank needs at least one micro-batch: if it has nothing to learn from,
-    # `split_into_micro_batches` makes up an answer without tokens, and its loss is an empty sum.
-    # (`Sharded` shares in each backward pass, and there all ranks get equally many micro-batches.)
     micro_batches = split_into_micro_batches(learned, training)
     for batch in run.log.progress(micro_batches):
         is_last = batch is micro_batches[-1]
-        # `no_sync` has to include the forward pass, because DistributedDataParallel prepares there.
+        # `no_sync` includes the forward pass, where DistributedDataParallel prepares for sharing.
         with nullcontext() if is_last else policy.no_sync():
             log_probs, entropies = policy(batch)  # both (tokens,), one answer after the other
-            if batch[0].old_log_probs is None:  # In the first update no answer has them.
+            if batch[0].old_log_probs is None:  # In the first update, no answer of it has them.
                 store_in_answers(batch, old_log_probs=log_probs)  # detached, (tokens,) in each
             loss, watched = policy_loss(log_probs, entropies, batch, totals, training)  # a scalar
             # Our loss is a sum over ranks, but DistributedDataParallel averages over them.
@@ -442,12 +444,14 @@ def policy_loss(
 
         sum of p * grad log p  =  sum of grad p  =  grad of (sum of p)  =  grad of 1  =  0
 
-    So we may subtract any number that doesn't depend on the answer, and the mean reward of the
-    others removes noise. Without it, a right answer would push as hard when seven of eight are
-    right as when it's the only one. (Our mean includes the answer itself, which only sets the
+    So we may subtract any number that doesn't depend on the answer. The mean reward of the others
+    removes noise: without it, a right answer would push as hard when seven of eight are right as
+    when it's the only one. (Our mean includes the answer itself, which only sets the
     scale: in a group of 8, reward - mean = 7/8 * (reward - mean of the others).)
 
-    Why no ratio? It corrects for a policy that has changed since it sampled, and ours hasn't.
+    Why no ratio? A token's probability now, divided by what it was when sampled, corrects for a
+    policy that has changed since then. Ours hasn't, so the ratio is 1. And as grad ratio = ratio *
+    grad log p, the gradient is the same with a ratio of 1 as with log p.
 
     Why this normalizer? A constant only sets the scale. AdamW nearly cancels it, and only the limit
     max_grad_norm notices. Dividing by each answer's length would give tokens of short answers more
@@ -589,16 +593,19 @@ def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
         optimizer = torch.optim.AdamW(  # `learn` sets the learning rate of each step.
             policy.parameters(), lr=0.0, betas=training.adam_betas,
             weight_decay=training.weight_decay, fused=True)
-        # Two backward passes whose gradient is 0, and an uncounted step with learning rate 0. Now
-        # AdamW has its state, which `restore` can fill. And DistributedDataParallel has settled in
-        # which order it sums, so that a resumed run sums as one that was never stopped.
+        # Two backward passes whose gradient is 0, and a step with learning rate 0, after which
+        # AdamW's count of steps is set back to 0. Now AdamW has its state, which `restore` can
+        # fill. And DistributedDataParallel has settled in which order it sums, so that a resumed
+        # run sums as one that was never stopped.
         warm_up(policy, optimizer)
         any_prompt = encode_prompt(training_rows[0], task, tokenizer, config)
-        # On three made-up answers and 20 greedily sampled tokens, this compares Policy,
-        # generate_plain and generate_fast with the model's own forward pass, one answer at a time.
-        # It also compares FastPolicy, `policy` and the reference of a KL penalty with Policy, and a
-        # teacher with its own forward pass. The run ends here if a mean difference exceeds 0.001
-        # nats per token, or 0.2 if not in float32.
+        # On three made-up answers and 20 greedily sampled tokens, this compares
+        #   - Policy, generate_plain and generate_fast with the model's own forward pass, one answer
+        #     at a time,
+        #   - FastPolicy, `policy` and the reference of a KL penalty with Policy,
+        #   - a teacher with its own forward pass.
+        # The run ends here if a mean difference exceeds 0.001 nats per token, or 0.2 if not in
+        # float32. (With model.fast=false, a line tells how far main.py's own passes are off.)
         check_model(Policy(sampler, config), policy, reference, generate_plain, any_prompt,
                     stop_ids[0], config)
         restored = folder.restore(model, optimizer)  # step, best and last_evaluation
@@ -629,16 +636,19 @@ def make_policy(model: nn.Module, config: Config) -> nn.Module:
 #             is now
 #
 # Its keys, each with its default -> its value for GRPO:
-#     scale_rewards: none -> group                  updates_per_batch: 1 -> 2, for example
-#     loss_normalizer: max_length -> sequence       clip: null -> [0.2, 0.2]
-#     kl_beta: 0 -> 0.04                            kl_in: reward -> loss
+#     scale_rewards: none -> group
+#     loss_normalizer: max_length -> sequence
+#     updates_per_batch: 1 -> 2, for example
+#     clip: null -> [0.2, 0.2]
+#     kl_beta: 0 -> 0.04
+#     kl_in: reward -> loss
 
 def imitate_best(group: list[Trajectory], training: TrainingSettings) -> list[Trajectory]:
     """Self-imitation (after Oh et al. 2018). Keys: `learning_type: sil`, `k_best_of_n: [k, n]`.
 
-    The model samples n answers, imitates the k best of them, and learns from nothing else. Each of
-    these has the advantage 1, or 0 if its reward isn't above 0. With equal rewards, earlier answers
-    win."""
+    The model samples n answers (the group), imitates the k best of them, and learns from nothing
+    else. Each of these has the advantage 1, or 0 if its reward isn't above 0. With equal rewards,
+    earlier answers win."""
     k = training.k_best_of_n[0]
     ranked = sorted(group, key=lambda answer: answer.reward, reverse=True)
     for answer in ranked[:k]:
@@ -720,8 +730,9 @@ def ratio_objective(
 
     From the second update on, the policy isn't the one that sampled the answers, and the ratio of
     their probabilities corrects for that. Clipping removes what would be gained by moving further.
-    In the first update, neither changes the gradient. Returns each token's objective, and whether
-    it's clipped."""
+    In the first update, neither changes the gradient (but where a KL penalty in the reward gives
+    tokens their own advantages, a `sequence` ratio spreads them over the answer). Returns each
+    token's objective, and whether it's clipped."""
     log_ratio = log_probs - torch.cat([answer.old_log_probs for answer in batch])
     if training.ratio == "sequence":
         # GSPO (Zheng et al. 2025, with loss_normalizer=sequence): the geometric mean over tokens.
@@ -769,15 +780,15 @@ def kl_in_reward(log_probs: torch.Tensor, batch: list[Trajectory]) -> torch.Tens
     It keeps the policy near the model as it was loaded. Beta times this value is subtracted from
     the advantage; it's detached, so it has no gradient of its own. On average the result is the
     gradient of KL(policy || reference) at each token. (A token also changes the KL of later ones,
-    which is left out.) This holds for one update, if all answers are learned from, unlike in sil.
-    """
+    which is left out.) That's true in the first update, if all answers are learned from, so not
+    with `sil` or `mask_truncated`."""
     reference_log_probs = torch.cat([answer.reference_log_probs for answer in batch])
     return (log_probs - reference_log_probs).detach()
 
 
 def kl_estimate(log_probs: torch.Tensor, batch: list[Trajectory]) -> torch.Tensor:
     """q - 1 - log q, with q = reference / policy. It estimates KL(policy || reference) and is never
-    negative. With a KL penalty it's logged. With `kl_in: loss` it is the penalty, as in GRPO.
+    negative. With a reference it's logged. With `kl_in: loss` it is the penalty, as in GRPO.
 
     As a penalty it isn't what its value suggests. Its gradient is (1 - q) * grad log policy. In the
     mean over samples of the policy, grad log policy gives 0, and -q * grad log policy gives
