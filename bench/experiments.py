@@ -19,6 +19,7 @@ import argparse
 import json
 import math
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -31,6 +32,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from machinery.code import MAIN, digest_of
+
 PROGRAM, CONFIG = "program", "config"
 QUESTIONS, GROUP = "training.num_samples_per_step", "training.k_best_of_n"
 TEACHER = "training.teacher"
@@ -182,23 +187,37 @@ def record_of(run: str, seed: int, options: argparse.Namespace) -> dict:
         keys[TEACHER] = f"{options.out}/{folder_of(keys[TEACHER], 0)}/best"
     words = [*keys.pop(PROGRAM), "--config", keys.pop(CONFIG)]
     words += [f"{key}={value}" for key, value in keys.items()]
-    words += [*options.keys, f"training.seed={seed}", f"run.dir={options.out}",
-              f"run.name={folder_of(run, seed)}"]
+    words += [*options.keys, f"training.seed={seed}"]
+    place = [f"run.dir={options.out}", f"run.name={folder_of(run, seed)}"]
     threads = str(max(1, os.cpu_count() // kept.AT_ONCE))
-    ended = subprocess.run([sys.executable, *words], cwd=ROOT, check=True, text=True,
+    ended = subprocess.run([sys.executable, *words, *place], cwd=ROOT, check=True, text=True,
                            stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": threads})
     summary = json.loads(ended.stdout.splitlines()[-1])
-    samples = samples_of(ROOT / summary["folder"])
+    folder = ROOT / summary["folder"]
+    samples = samples_of(folder)
     curve = []
     entropies = []
-    for entry in kept.read_lines(ROOT / summary["folder"] / "metrics.jsonl"):
+    for entry in kept.read_lines(folder / "metrics.jsonl"):
         if "reward" not in entry:
             curve.append(of_evaluation(entry, samples[entry["step"]], entropies))
             entropies = []
         elif entry["updated"]:  # A step that learns nothing has no entropy.
             entropies.append(entry["entropy"])
-    return {"minutes": round(summary["seconds"] / 60, 1), "answers": len(samples[0][0]),
-            "curve": curve}
+    return {
+        "commit": commit(),
+        "code": digest_of({MAIN: (folder / MAIN).read_text()}),
+        "settings": shlex.join(words).replace(f"{ROOT}/", ""),
+        "minutes": round(summary["seconds"] / 60, 1),
+        "answers": len(samples[0][0]),
+        "curve": curve,
+    }
+
+
+def commit() -> str:
+    """Returns the commit of what runs."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, cwd=ROOT, check=True, text=True,
+                          stdout=subprocess.PIPE).stdout.strip()
 
 
 def folder_of(run: str, seed: int) -> str:
