@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import kept
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -180,9 +181,11 @@ def title_of(run: str, seed: int, options: argparse.Namespace) -> str:
     return " ".join([run, *options.keys, f"seed {seed}"])
 
 
-def record_of(run: str, seed: int, options: argparse.Namespace) -> dict:
+def record_of(
+    run: str, seed: int, options: argparse.Namespace, own_keys: dict | None = None
+) -> dict:
     """Returns what the run's evaluations measured. An interrupted run resumes."""
-    keys = USUAL | RUNS[run]
+    keys = USUAL | (own_keys or RUNS[run])
     if TEACHER in keys:  # The keys name its run, which learned with seed 0.
         keys[TEACHER] = f"{options.out}/{folder_of(keys[TEACHER], 0)}/best"
     words = [*keys.pop(PROGRAM), "--config", keys.pop(CONFIG)]
@@ -207,6 +210,7 @@ def record_of(run: str, seed: int, options: argparse.Namespace) -> dict:
         "commit": commit(),
         "code": digest_of({MAIN: (folder / MAIN).read_text()}),
         "settings": shlex.join(words).replace(f"{ROOT}/", ""),
+        "arithmetic": torch.backends.cpu.get_cpu_capability().lower(),
         "minutes": round(summary["seconds"] / 60, 1),
         "answers": len(samples[0][0]),
         "curve": curve,

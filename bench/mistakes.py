@@ -6,8 +6,10 @@
         trains the lab model with one that it doesn't name, and says at the end which it was
     .venv/bin/python bench/mistakes.py --table
         the table and the picture of docs/mistakes.md, from docs/mistakes.json
-    .venv/bin/python bench/mistakes.py --measure no-mean stale
-        measures them, in hours (all that the file lacks, if you name none)"""
+    .venv/bin/python bench/mistakes.py --measure no-mean
+        measures its gradient (all that the file lacks, if you name none)
+
+bench/runs.py makes the runs."""
 
 import argparse
 import contextlib
@@ -151,20 +153,20 @@ MODELS = {BEFORE: ROOT / "tiny" / "lab" / "model", AFTER: RUNS / "lab-20" / "bes
 NO_GRADIENT = ("stale", "staler", "slow", "bfloat16-slow", "forgetful", "hot")
 
 
-def record_of(name: str, seed: int) -> dict:
-    """Returns what docs/mistakes.json holds of a run."""
+def record_of(name: str, seed: int, options: argparse.Namespace) -> dict:
+    """Returns what docs/runs.json holds of a run."""
     import experiments
 
     ranks = MISTAKES[name].ranks
     with tree_past_the_checks(name) as tree:
         words = ["bench/mistakes.py", "--run", str(tree), name]
         _, *program = changed.command_with(ranks, words)
-        experiments.RUNS[name] = {experiments.PROGRAM: program,
-                                  experiments.QUESTIONS: QUESTIONS // ranks}
-        record = experiments.record_of(name, seed, OPTIONS)
+        keys = {experiments.PROGRAM: program, experiments.QUESTIONS: QUESTIONS // ranks}
+        record = experiments.record_of(name, seed, options, keys)
     curve = record["curve"]
     record["curve"] = [entry for entry in curve if entry["step"] <= STEPS]
     record["as sampled"] = [entry["solved"] for entry in curve if entry["step"] > STEPS]
+    record["settings"] = record["settings"].replace(str(tree), "TREE")  # with the diff applied
     return record
 
 
@@ -209,15 +211,10 @@ def measure_missing(names: list[str]) -> None:
         for name in names:
             if name not in NO_GRADIENT:
                 gradients[f"{name} {model}"] = (name, model)
-    runs = {}
-    for seed in OPTIONS.seeds:
-        for name in names:
-            runs[f"{name} seed {seed}"] = (name, seed)
     if not gradients.keys() <= kept.read(DATA).keys():
         for model in MODELS:
             sketches_of("default", model)  # The others are compared with it.
         kept.run_missing(DATA, gradients, lambda each: gradient_figures(*each))
-    kept.run_missing(DATA, runs, lambda each: record_of(*each))
 
 
 # ---------------------------------------------------------------- the table and the picture
