@@ -67,7 +67,7 @@ class Logger:
         self.mlflow: Thread | None = None
         self.mlflow_calls: SimpleQueue = SimpleQueue()  # what its thread still has to do
         if RANK == 0:
-            print(f"loading {config.model.name} and the data of {config.task.name} ...")
+            print(f"loading {config.model.name} and the data for {config.task.name} ...")
 
     def __enter__(self) -> Self:
         return self
@@ -91,13 +91,13 @@ class Logger:
         lines = (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         self.history = [json.loads(line) for line in lines]
         if not self.folder.checkpoint:
-            self._tell_of_relative("To continue that one instead, add")
+            self._tell_of_relative("To continue that run instead, add")
         else:
             print(f"resuming from {self.folder.checkpoint}")
             if step >= self.config.training.max_steps:
                 print("this run has finished: raise training.max_steps to train further")
             elif self.folder.code_changed:
-                print(f"from here on it runs a different {' and '.join(self.folder.code_changed)}")
+                print(f"from here on, it runs a different {' and '.join(self.folder.code_changed)}")
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         print(wrap(
             f"{num_parameters / 1e6:,.1f} M parameters in {self.config.model.precision} on "
@@ -124,7 +124,7 @@ class Logger:
         path, step, names = relatives[0]
         code = f"a different {' and '.join(names)}" if names else "the same code"
         print(wrap(f"{path}, at step {step}, has the same settings and {code}. To compare "
-                   "the two (one seed each):"))
+                   "the two (with one seed each), run:"))
         print(shlex.join([sys.executable, str(ROOT / "examples/one_run.py"), str(self.path),
                           str(path)]))
         if how_to_continue:
@@ -141,7 +141,8 @@ class Logger:
                 others = [entry["grad_norm"] for entry in firsts if entry.get("grad_norm")]
                 if names and any(math.isclose(grad_norm or 0, x, rel_tol=1e-6) for x in others):
                     print(wrap(f"grad_norm equals {path}'s to six digits, so the edit hasn't "
-                               "changed the gradient of step 1, or only its sign", "  "))
+                               "changed the gradient of step 1, or has changed only its sign",
+                               "  "))
                     return
 
     # ------------------------------------------------------------ while it runs
@@ -213,7 +214,7 @@ class Logger:
         print(evaluation_line(step, self.config.validation.best_of_n, metrics))
         self._tell_of_time_left()
         if step == 0:
-            print(wrap(f"a question:\n{groups[0][0].question.row['prompt']}", "  "))
+            print(wrap(f"the first question:\n{groups[0][0].question.row['prompt']}", "  "))
         for group in groups[:3]:
             print(answer_lines(group[0].question.row["prompt"], group[0]))
         self._draw_curves()
@@ -225,8 +226,8 @@ class Logger:
         working = sum(seconds.values()) - saving  # per step
         if saving / every > (working + saving / every) / 5 and not self.is_saving_told:
             self.is_saving_told = True
-            print(wrap(f"a checkpoint took {saving:.1f} s, and the rest of the step "
-                       f"{working:.1f} s: raise checkpoint.every to save less often", "  "))
+            print(wrap(f"saving a checkpoint took {saving:.1f} s, and the rest of the step "
+                       f"took {working:.1f} s: raise checkpoint.every to save less often", "  "))
 
     def _tell_of_time_left(self) -> None:
         """The first step of a start doesn't count, because it's slower than the others."""
@@ -276,11 +277,11 @@ class Logger:
         where = f"is in {folder}" if folder.exists() else "is missing"
         print(f"the best model, from step {summary['best']['step']}, {where}")
         look = [sys.executable, str(ROOT / "examples/one_run.py"), str(self.path)]
-        print(f"look at it: {shlex.join(look)}")
+        print(f"to look at the run: {shlex.join(look)}")
         self._tell_of_relative()
         if self.config.task.name == "countdown":
             ask = [sys.executable, str(ROOT / "examples/ask.py"), "--model", str(folder)]
-            print(f"try it: {shlex.join([*ask, '3', '7', '25', '=', '68'])}")
+            print(f"to try the model: {shlex.join([*ask, '3', '7', '25', '=', '68'])}")
         for name in FILES:
             self._tell_mlflow("log_artifact", str(self.path / name))
         self._end_mlflow("FINISHED")
@@ -344,7 +345,7 @@ class Logger:
         if self.mlflow:
             self.mlflow.join(SECONDS_TO_END_MLFLOW[status])
             if self.mlflow.is_alive():
-                print("warning: MLflow is slow to answer, so it lacks the end of this run")
+                print("warning: MLflow is slow to answer, so the end of this run is missing there")
 
     def _serve_mlflow(self) -> None:
         try:

@@ -26,7 +26,7 @@ def on_ctrl_c() -> None:
     because a run resumes from its newest checkpoint."""
     line = b"\nstopped by Ctrl-C"
     if Path(sys.argv[0]).name == "main.py":
-        line += b"; run the same command to resume from the newest checkpoint"
+        line += b"; run the same command again to resume from the newest checkpoint"
 
     def end(number: int, frame: object) -> None:
         os.write(2, line + b"\n")  # Not `print`, which this may have interrupted.
@@ -42,7 +42,7 @@ if getattr(sys.modules["__main__"], "__file__", "").endswith(".py"):
 if IS_A_COMMAND:
     on_ctrl_c()
     if IS_FIRST_RANK:
-        print("importing PyTorch and transformers, 5 to 20 seconds ...", flush=True)
+        print("importing PyTorch and transformers (takes 5 to 20 seconds) ...", flush=True)
 # Before transformers and datasets are imported: only then do they read HF_HUB_OFFLINE and the like.
 load_dotenv(Path(__file__).resolve().parent.parent / ".env")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # This silences a warning about forks.

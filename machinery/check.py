@@ -35,8 +35,8 @@ NO_STOP = [2**31 - 1]  # No token has this id, so all rows go on to the end.
 OF_PLAIN = "log-probabilities of Policy differ from the model's own"
 OF_FAST = "log-probabilities of FastPolicy differ from Policy's"
 WITH_TEACHER = " with the teacher's weights"  # follows one of these two
-NOTED = "log-probabilities noted by {} differ from the model's own"
-SAMPLED = "logits of tokens that {} sampled greedily differ from the highest"
+NOTED = "log-probabilities recorded by {} differ from the model's own"
+SAMPLED = "logits of the tokens that {} sampled greedily differ from the highest logits"
 
 # Digests of the functions of main.py that the fast way was written for. It does the same as the
 # first two, so they may not be edited with model.fast=true. It calls the third.
@@ -71,8 +71,8 @@ def check_model(
         for what, (difference, allowed) in differences.items():
             if difference <= allowed:  # It may be nan.
                 continue
-            line = (f"{what} by {difference:.2g} nats per token on average, where {allowed:.2g} is "
-                    "allowed for rounding")
+            line = (f"{what} by {difference:.2g} nats per token on average, but only "
+                    f"{allowed:.2g} is allowed for rounding")
             causes = [part for part in edited if what in explained_by(part)]
             if causes and not config.model.fast:
                 tell(line)
@@ -111,13 +111,13 @@ def follow_edits(edited: list[str], config: Config) -> None:
     """Refuses an edit that the fast way would ignore."""
     if not config.model.fast:
         for name in edited:
-            tell(f"{name} in main.py has been edited, and runs as edited")
+            tell(f"{name} in main.py has been edited, and this run uses the edited version")
     else:
         for name in edited:
             if name != LOG_PROBS:
                 raise UserError(f"{name} in main.py has been edited, but the faster code that runs "
                                 "by default ignores the edit: set model.fast=false to run main.py "
-                                "as it is")
+                                "as you have edited it")
 
 
 # ---------------------------------------------------------------- log-probabilities
@@ -144,7 +144,7 @@ def compare_policies(
     of_plain, _, _ = found[OF_PLAIN]
     policy.train()  # In train mode a model may add noise.
     of_policy, _ = policy(answers)
-    found["log-probabilities while learning differ from the sampler's"] = (
+    found["log-probabilities computed while learning differ from the sampler's"] = (
         of_policy, of_plain, allowed)
     if config.training.teacher is not None:
         teacher = reference.plain if config.model.fast else reference
@@ -154,7 +154,7 @@ def compare_policies(
             found[what + WITH_TEACHER] = values
     elif reference is not None:
         of_reference, _ = reference(answers)
-        found["log-probabilities of the reference differ from the sampler's"] = (
+        found["log-probabilities of the reference model differ from the sampler's"] = (
             of_reference, of_plain, allowed)
     # Dividing logits by a low temperature makes their differences larger.
     scale = min(1.0, temperature)

@@ -14,26 +14,29 @@ OUT_OF_RANGE = (
     "sampling.temperature. The saved checkpoints are not affected"
 )
 # Ways to need less memory, cheapest first.
-SAMPLE_IN_LESS_MEMORY = "lower sampling.max_rows, then training.max_new_gen_tokens"
+SAMPLE_IN_LESS_MEMORY = (
+    "lower sampling.max_rows first. If that is not enough, lower training.max_new_gen_tokens"
+)
 LEARN_IN_LESS_MEMORY = (
-    "lower training.tokens_per_micro_batch, then set model.gradient_checkpointing to true, then "
-    "model.lora_rank to 32. With several GPUs, set training.shard to true"
+    "lower training.tokens_per_micro_batch first. If that is not enough, set "
+    "model.gradient_checkpointing to true, and then model.lora_rank to 32. With several GPUs, you "
+    "can also set training.shard to true"
 )
 LOAD_IN_LESS_MEMORY = (
     "set model.lora_rank (to 32, for example), use a smaller model or teacher, or start fewer "
-    "ranks. With several GPUs, set training.shard to true"
+    "ranks. With several GPUs, you can also set training.shard to true"
 )
 REMEDY_OF_PHASE = {
     "sample": SAMPLE_IN_LESS_MEMORY,
     "evaluate": SAMPLE_IN_LESS_MEMORY,
-    "score": "it is the task's reward that needs the memory, so make it use less",
+    "score": "the task's reward function needs this memory, so make it use less",
     "learn": LEARN_IN_LESS_MEMORY,
     "measure": LEARN_IN_LESS_MEMORY,
-    "save": "saving needs 2 GB of RAM, or as much as the largest tensor: free that much",
+    "save": "saving needs 2 GB of RAM, or more if the largest tensor is larger: free that much",
 }
 KILLED = (
     "exit code -9 (SIGKILL) usually means that the computer ran out of memory: lower "
-    "training.tokens_per_micro_batch, then sampling.max_rows, or start fewer ranks"
+    "training.tokens_per_micro_batch first and then sampling.max_rows, or start fewer ranks"
 )
 
 
@@ -74,10 +77,10 @@ def errors_of_phase(phase: str, steps_done: int) -> Iterator[None]:
             raise UserError(f"out of memory in phase {phase}: {remedy}") from error
         is_sampling = phase in ("sample", "evaluate")
         if "probability tensor contains" in str(error):
-            raise UserError(f"after step {steps_done} {OUT_OF_RANGE}") from error
+            raise UserError(f"after step {steps_done}, {OUT_OF_RANGE}") from error
         if is_sampling and "device-side assert" in str(error):
-            raise UserError(f"after step {steps_done} the GPU stopped while sampling "
-                            "(CUDA_LAUNCH_BLOCKING=1 shows where). Usually "
+            raise UserError(f"after step {steps_done}, the GPU stopped while sampling "
+                            "(CUDA_LAUNCH_BLOCKING=1 shows where). Usually this means that "
                             f"{OUT_OF_RANGE}") from error
         raise
 

@@ -338,26 +338,26 @@ def look_at_first_step(metrics: dict[str, float | None], config: Config) -> list
         is_bad_luck = config.data.validation is None and 0.01 <= solved_before <= 0.1
         signs += signs_of_groups(numbers, is_bad_luck) + signs_of_rewards(numbers, is_bad_luck)
     elif numbers.get("kl", math.nan) <= 1e-6:
-        signs.append("! the teacher gives the same probabilities as the student: is it the model "
-                     "that training.teacher should name?")
+        signs.append("! the teacher gives the same probabilities as the student: check that "
+                     "training.teacher names the right model")
     signs += signs_of_update(numbers, config)
     return measured(numbers, config) + (signs or ["nothing is off"])
 
 
 def measured(numbers: dict[str, float], config: Config) -> list[str]:
     change = (
-        "log p of a token changed on average by {change_rewarded:+.5f} in answers above their "
+        "on average, log p of a token changed by {change_rewarded:+.5f} in answers above their "
         "group's mean reward, and by {change_punished:+.5f} in answers below it. "
-        "{change_as_meant:.0%} of all change goes the way the reward points")
-    truncation = "{truncated:.0%} of the answers are truncated, the others end on their own"
+        "{change_as_meant:.0%} of the total change is in the direction of the reward")
+    truncation = "{truncated:.0%} of the answers are truncated; the others end on their own"
     groups = (
-        "{groups_without_signal:.0%} of the groups have no signal. In {groups_all_solved:.0%} all "
-        "answers are right, in {groups_none_solved:.0%} none")
+        "{groups_without_signal:.0%} of the groups have no signal. All answers are right in "
+        "{groups_all_solved:.0%} of the groups, and none in {groups_none_solved:.0%}")
     if config.training.learning_type == "distill":
         change = (
-            "log p of a token changed on average by {change_rewarded:+.5f} where the teacher gives "
-            "it a higher probability, and by {change_punished:+.5f} where it gives a lower one. "
-            "{change_as_meant:.0%} of all change goes toward the teacher")
+            "on average, log p of a token changed by {change_rewarded:+.5f} where the teacher "
+            "gives it a higher probability, and by {change_punished:+.5f} where the teacher gives "
+            "it a lower one. {change_as_meant:.0%} of the total change is toward the teacher")
         groups = (
             "KL(student || teacher) is {kl:.2g} nats per token on average. {teacher_lower:.0%} of "
             "the tokens are less likely under the teacher than under the student")
@@ -365,8 +365,8 @@ def measured(numbers: dict[str, float], config: Config) -> list[str]:
         change = "this step had nothing to learn from, so no log p has changed"
         numbers = {"kl": math.nan, "teacher_lower": math.nan, **numbers}
     sampler = (
-        "on a sampled token, sampler and policy differ by {sampler_gap:.1g} nats on average, and "
-        "by {sampler_gap_max:.1g} at most")
+        "in log p of a sampled token, sampler and policy differ by {sampler_gap:.1g} nats on "
+        "average, and by at most {sampler_gap_max:.1g}")
     lines = [line.format(**numbers) for line in (truncation, groups, change, sampler)]
     return [re.sub(r"\+?nan%?", "n/a", line) for line in lines]
 
@@ -374,12 +374,13 @@ def measured(numbers: dict[str, float], config: Config) -> list[str]:
 def signs_of_sampling(numbers: dict[str, float], config: Config) -> list[str]:
     signs = [
         (numbers["truncated"] >= 0.9, (
-            "! too many answers are truncated: raise training.max_new_gen_tokens. Or the model "
-            "may not know its stop token: for a chat model, set data.prompt_style to chat")),
+            "! too many answers are truncated: raise training.max_new_gen_tokens. It may also "
+            "be that the model does not know its stop token: for a chat model, set "
+            "data.prompt_style to chat")),
         (numbers["sampler_gap"] >= LARGE_GAP[config.model.precision], (
             "! the answers were not sampled from the policy being trained: check model.precision "
-            "and model.attention, and whether log_probs_of_tokens divides by "
-            "sampling.temperature")),
+            "and model.attention, and whether log_probs_of_tokens divides the "
+            "logits by sampling.temperature")),
     ]
     return [text for is_seen, text in signs if is_seen]
 
@@ -387,16 +388,16 @@ def signs_of_sampling(numbers: dict[str, float], config: Config) -> list[str]:
 def signs_of_groups(numbers: dict[str, float], is_bad_luck: bool) -> list[str]:
     signs = [
         (numbers["groups_none_solved"] >= MOST_GROUPS and not is_bad_luck, (
-            "! barely any question was solved by any answer. If that continues, the questions are "
-            "too hard: use easier ones (data.dataset), a better model (model.name), or more "
-            "answers (training.k_best_of_n)")),
+            "! hardly any question was solved by any of its answers. If this continues, the "
+            "questions are too hard: use easier ones (data.dataset), a better model (model.name), "
+            "or more answers to each question (training.k_best_of_n)")),
         (numbers["groups_all_solved"] >= MOST_GROUPS, (
-            "! nearly every question was solved by all answers. If that continues, the questions "
-            "are too easy: use harder ones (data.dataset)")),
+            "! nearly every question was solved by all of its answers. If this continues, the "
+            "questions are too easy: use harder ones (data.dataset)")),
         (numbers["groups_without_signal"] >= MOST_GROUPS and not is_bad_luck, (
-            "! nearly all groups have equal rewards, which teach grpo nothing, whatever the "
-            "learning rate. If that continues, check task.reward_weights, training.k_best_of_n "
-            "and data.dataset")),
+            "! in nearly all groups, the answers have equal rewards, which teach grpo nothing, "
+            "whatever the learning rate. If this continues, check task.reward_weights, "
+            "training.k_best_of_n and data.dataset")),
     ]
     return [text for is_seen, text in signs if is_seen]
 
@@ -406,7 +407,7 @@ def signs_of_rewards(numbers: dict[str, float], is_bad_luck: bool) -> list[str]:
     if numbers["graded_wrongly"] >= 0.2:  # Fewer may be a reward that's sometimes random.
         signs.append(
             "! {graded_wrongly:.0%} of the answers that were graded again got a different reward: "
-            "does each answer have the reward that the task gives it? See score. If your code "
+            "check in score that each answer has the reward that the task gives it. If your code "
             "changes rewards, this may be intended".format(**numbers))
     for name, mean in numbers.items():
         some_before = is_bad_luck and numbers.get(f"eval/{name}", 0) > 0
@@ -425,14 +426,14 @@ def signs_of_update(numbers: dict[str, float], config: Config) -> list[str]:
     is_exact = config.model.precision == "float32"  # Elsewhere rounding hides small changes.
     liked, where = "answers above their group's mean reward", "compute_advantages"
     if config.training.learning_type == "distill":
-        liked, where = "tokens that the teacher likes better", "teacher_advantages"
+        liked, where = "tokens that the teacher prefers", "teacher_advantages"
     signs = [
         (numbers["non_finite"] == 1, (
             "! the gradient is not finite, so the update was skipped: check model.precision, and "
-            "whether model.name gives finite numbers")),
+            "whether the model in model.name gives finite numbers")),
         (numbers["grad_norm"] == 0, (
-            "! the gradient is 0: there was nothing to learn, or the answers do not depend on the "
-            "weights being trained. Check model.lora_rank and model.lora_targets")),
+            "! the gradient is 0: either there was nothing to learn, or the answers do not depend "
+            "on the weights being trained. Check model.lora_rank and model.lora_targets")),
         (numbers["change_not_finite"] > 0,
          "! log-probabilities are not finite after the update: lower training.learning_rate"),
         (config.model.precision == "bfloat16" and not config.model.lora_rank,
@@ -442,7 +443,7 @@ def signs_of_update(numbers: dict[str, float], config: Config) -> list[str]:
             "and model.precision")),
         (numbers["change_rewarded"] <= -0.02 or numbers["change_as_meant"] <= 0.3, (
             f"! {liked} became less likely: check the signs in {where} and policy_loss, or lower "
-            "training.learning_rate. Unless model.precision is float32, it may also be rounding. "
-            "If you have changed the advantage, it may be intended")),
+            "training.learning_rate. Unless model.precision is float32, rounding may also be the "
+            "cause. If you have changed the advantage, this may be intended")),
     ]
     return [text for is_seen, text in signs if is_seen][:1]

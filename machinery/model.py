@@ -48,8 +48,8 @@ def load_folder(
     name = beside_main(name)
     with as_user_error(
             f"{key}={name!r} cannot be loaded with model.attention={config.model.attention!r}: "
-            "set it to a folder with a model and its tokenizer, or to a hub id within reach "
-            "(docs/models.md#which-models-work)"):
+            f"set {key} to a folder with a model and its tokenizer, or to a hub id that can be "
+            "reached from here (docs/models.md#which-models-work)"):
         # With trust_remote_code=None the library would ask, and wait for a reply.
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         model, loading_info = load_weights(name, dtype, to_device, config)
@@ -58,7 +58,7 @@ def load_folder(
         raise UserError(f"{key}={name!r} lacks the weights {', '.join(missing[:3])}: use a "
                         "complete model")
     if getattr(model, "is_quantized", False):
-        raise UserError(f"{key}={name!r} is quantized, which does not work here: use the "
+        raise UserError(f"{key}={name!r} is quantized, which is not supported: use the "
                         "unquantized model")
     return model, tokenizer
 
@@ -108,18 +108,18 @@ def check_tokens(
     different = tokenizer.get_vocab().items() - its_tokenizer.get_vocab().items()
     if different:
         raise UserError(f"training.teacher={name!r} and model.name have different tokens, such as "
-                        f"{min(different)[0]!r}: use a teacher with the model's own tokenizer")
+                        f"{min(different)[0]!r}: use a teacher that has the model's own tokenizer")
     stop_ids = find_stop_ids(student, tokenizer)
     its_stop_ids = find_stop_ids(teacher, its_tokenizer)
     if its_stop_ids != stop_ids:
         raise UserError(f"training.teacher={name!r} ends its answers with the tokens "
-                        f"{its_stop_ids}, but model.name with {stop_ids}: use a teacher that ends "
-                        "them the same way")
+                        f"{its_stop_ids}, but model.name ends them with {stop_ids}: use a teacher "
+                        "with the same stop tokens")
     num_rows = student.config.get_text_config().vocab_size
     its_num_rows = teacher.config.get_text_config().vocab_size
     if its_num_rows < num_rows:
         raise UserError(f"training.teacher={name!r} knows {its_num_rows} tokens, but model.name "
-                        f"can write {num_rows}: use a teacher that knows at least as many")
+                        f"can write {num_rows}: use a teacher that knows at least as many tokens")
 
 
 def find_unreached(model: Any, config: Config) -> list[str]:
@@ -157,7 +157,7 @@ def freeze(model: Any, names: list[str]) -> None:
         model.get_parameter(name).requires_grad = False
     if RANK == 0 and names:
         print(f"{len(names)} parameters of {type(model).__name__}, such as {names[0]}, get no "
-              "gradient from text, so they stay as they are")
+              "gradient from text, so they are not trained")
 
 
 def find_stop_ids(model: Any, tokenizer: Any) -> list[int]:
@@ -183,7 +183,8 @@ def add_adapters(model: Any, config: Config, unreached: Sequence[str] = ()) -> N
     thin ones learn."""
     settings = config.model
     with as_user_error(
-            f"model.lora_rank={settings.lora_rank} needs: pip install peft", (ImportError,)):
+            f"model.lora_rank={settings.lora_rank} needs peft: run pip install peft",
+            (ImportError,)):
         import peft  # Nothing else needs it.
     if Path(model.name_or_path).exists():
         # best/ names the model that its adapters belong to, which must be found from anywhere.
@@ -198,7 +199,7 @@ def add_adapters(model: Any, config: Config, unreached: Sequence[str] = ()) -> N
             names = sorted({name.rpartition(".")[2] for name, layer in model.named_modules()
                             if isinstance(layer, nn.Linear)})
             raise UserError(f"model.lora_targets={settings.lora_targets}: no layer is called "
-                            f"{target}. Choose from the linear ones: {', '.join(names)}")
+                            f"{target}. Choose from the linear layers: {', '.join(names)}")
     torch.manual_seed(config.training.seed)  # All ranks start with the same adapters.
     model.add_adapter(peft.LoraConfig(
         r=settings.lora_rank,

@@ -81,8 +81,8 @@ def tell_failure(error: BaseException) -> int:
         # The other rank says why it ended. Meanwhile torchrun ends this one, too.
         time.sleep(SECONDS_FOR_THE_CAUSE)
         line = (f"rank {RANK} can no longer reach another rank ({describe(error)}). If no rank "
-                f"says why: {KILLED}. NCCL_DEBUG=INFO makes nccl say what it does; a container may "
-                "need --shm-size=1g")
+                f"has printed a reason: {KILLED}. With NCCL_DEBUG=INFO, NCCL prints what it does; "
+                "a container may need --shm-size=1g")
         print(line, file=sys.stderr)
     else:
         line = f"{type(error).__name__}: {describe(error)}"
@@ -121,7 +121,7 @@ def join() -> None:
         torch.set_num_threads(max(1, num_cores // LOCAL_WORLD_SIZE))
     backend = "cpu:gloo,cuda:nccl" if DEVICE.type == "cuda" else "gloo"
     with as_user_error("the ranks cannot reach each other: with several machines, check torchrun's "
-                       "--rdzv-endpoint and GLOO_SOCKET_IFNAME"):
+                       "--rdzv-endpoint and the variable GLOO_SOCKET_IFNAME"):
         dist.init_process_group(
             backend, store=meet(), rank=RANK, world_size=WORLD_SIZE, timeout=TIME_TO_WAIT)
 
@@ -138,15 +138,14 @@ def refuse_unusable_gpu() -> None:
     can_open = any(os.access(path, os.R_OK | os.W_OK) for path in glob.glob(DRIVER_FILES))
     if NUM_GPUS or is_hidden or not can_open:
         return
-    remedy = "install a PyTorch made for CUDA"
+    remedy = "install a PyTorch build for CUDA"
     if torch.version.cuda:
         remedy = (f"update its driver, because CUDA {torch.version.cuda} needs a newer one, or "
-                  "install a PyTorch made for an older CUDA")
+                  "install a PyTorch build for an older CUDA")
     raise UserError(f"PyTorch {torch.__version__} cannot use this machine's GPU: {remedy} "
                     "(docs/hardware.md#the-driver). It may also be that CUDA_VISIBLE_DEVICES names "
-                    "a GPU that does not exist, or that a container lacks --gpus all or --nv. To "
-                    "train on the CPU, set "
-                    "CUDA_VISIBLE_DEVICES=")
+                    "a GPU that does not exist, or that a container was started without --gpus "
+                    "all or --nv. To train on the CPU, set CUDA_VISIBLE_DEVICES=")
 
 
 def prepare_gpu() -> None:
@@ -156,7 +155,7 @@ def prepare_gpu() -> None:
     if 10 * major + minor < oldest:
         raise UserError(
             f"{torch.cuda.get_device_name(DEVICE)} has compute capability {major}.{minor}, but "
-            f"PyTorch {torch.__version__} starts at {oldest / 10}: install a PyTorch made "
+            f"PyTorch {torch.__version__} needs at least {oldest / 10}: install a PyTorch build "
             "for an older CUDA (docs/hardware.md#the-driver), or set CUDA_VISIBLE_DEVICES= to "
             "train on the CPU")
     torch.cuda.set_device(DEVICE)
@@ -181,8 +180,9 @@ def meet() -> dist.Store:
     if 0 < len(on_cpu) < WORLD_SIZE:
         if RANK == 0:  # This process may host the store, and the others are still reading.
             time.sleep(SECONDS_FOR_THE_CAUSE)
-        raise UserError(f"the ranks {on_cpu} train on a CPU, and the others on GPUs: start one "
-                        "process per GPU on all machines, or set CUDA_VISIBLE_DEVICES= on all")
+        raise UserError(f"the ranks {on_cpu} train on a CPU, and the others train on GPUs: start "
+                        "one process per GPU on all machines, or set CUDA_VISIBLE_DEVICES= on all "
+                        "of them")
     store.set_timeout(TIME_TO_WAIT)
     return store
 

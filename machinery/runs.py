@@ -59,8 +59,8 @@ class RunFolder:
     def __enter__(self) -> Self:
         """Claims the folder, and finds the newest checkpoint in it. Collective."""
         if len(set(gather(self.code_digest))) > 1:
-            raise SharedError("the ranks run different code: make main.py, and the file of "
-                              "task.name, the same on all machines")
+            raise SharedError("the ranks run different code: make sure that main.py and the "
+                              "file that task.name names are the same on all machines")
         steps = gather(newest_step(self.path))
         with errors_on_all_ranks():
             if RANK == 0:
@@ -87,9 +87,9 @@ class RunFolder:
         if max(steps) > steps[0]:
             raise UserError(
                 f"rank {steps.index(max(steps))} has a checkpoint of step {max(steps)} in "
-                f"{self.path} that rank 0 lacks. Set run.dir to a folder that all machines share, "
-                "or copy that folder to rank 0's machine (or, if the newer checkpoint is "
-                "damaged, delete it where it is)")
+                f"{self.path}, but rank 0 does not. Set run.dir to a folder that all machines "
+                f"share, or copy {self.path} to rank 0's machine. If the newer checkpoint is "
+                "damaged, delete it from the machine that has it")
 
     def take_lock(self) -> TextIO:
         """Returns a file. The folder belongs to this process as long as the file is open."""
@@ -99,8 +99,8 @@ class RunFolder:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise UserError(f"{self.path} is in use by another process: wait for it to finish, "
-                                "or set run.name to another name") from None
+                raise UserError(f"{self.path} is in use by another process: wait for that process "
+                                "to finish, or set run.name to another name") from None
         return lock
 
     def refuse_other_code(self) -> None:
@@ -117,7 +117,7 @@ class RunFolder:
             commands.append(f"diff {self.path / name} {self.code.paths[name]}")
         raise UserError(
             f"{self.path} was made by a different {names}, up to step {self.state['step']}. To see "
-            f"the difference: {' and '.join(commands)}. To start over, set run.name to another "
+            f"the difference, run {' and '.join(commands)}. To start over, set run.name to another "
             f"name. To continue with this code anyway, add run.code={self.code_digest}")
 
     def write_code(self, texts: dict[str, str]) -> None:
@@ -134,13 +134,14 @@ class RunFolder:
             self.data["teacher"] = checksum(teacher, teacher)
         if any(data != self.data for data in gather(self.data)):
             raise SharedError(f"task.name={self.config.task.name!r}: load returns different rows, "
-                              "or a different order, on different ranks (or their "
-                              "teachers differ): make them the same on all")
+                              "or a different order, on different ranks (or the ranks have "
+                              "different teachers): make them the same on all ranks")
         then = self.state.get("data", self.data)
         if then.get("teacher") != self.data.get("teacher"):
             raise SharedError(
                 f"training.teacher={self.config.training.teacher!r} does not have the weights "
-                f"it had when {self.path} was made. To start over, set run.name to another name")
+                f"that it had when {self.path} was made. To start over, set run.name to another "
+                "name")
         if then != self.data:
             raise SharedError(
                 f"{self.path} was made with different questions ({then['training']:,} to train on "
@@ -170,7 +171,7 @@ class RunFolder:
 
     def writing(self) -> AbstractContextManager[None]:
         """Turns a disk error into one line for the user."""
-        return as_user_error(f"{self.path} cannot be written to; what was saved before is intact",
+        return as_user_error(f"{self.path} cannot be written to; everything saved before is intact",
                              (OSError, SafetensorError))
 
     def write(self, name: str, text: str) -> None:
@@ -210,8 +211,8 @@ class RunFolder:
             if RANK == 0:
                 self.write_code(self.code.texts)
             return NEW
-        with as_user_error(f"{self.checkpoint} does not fit the model {self.config.model.name!r}, "
-                           "or cannot be read"):
+        with as_user_error(f"{self.checkpoint} does not match model.name="
+                           f"{self.config.model.name!r}, or cannot be read"):
             files = open_tensors(self.checkpoint) if RANK == 0 else {}
             for name, tensor in state_tensors(model, optimizer, self.state["step"]).items():
                 fill(tensor, files[name].get_tensor(name) if RANK == 0 else None)
@@ -304,9 +305,10 @@ class RunFolder:
         self.models[link] = name
         path = self.path / link
         if path.is_dir() and not path.is_symlink():
-            raise UserError(f"{path} is a folder instead of a link, as after a copy that follows "
-                            "links: delete best and last there (the models are in the folders "
-                            "model-...), or copy the run again with cp -a")
+            raise UserError(f"{path} is a folder instead of a link, probably because the run was "
+                            "copied by a command that follows links: delete best and last in the "
+                            "copy (the models are in the folders model-...), or copy the run again "
+                            "with cp -a")
         if name is None:
             path.unlink(missing_ok=True)
             return
@@ -340,11 +342,11 @@ def check_weights(model: nn.Module, sampler: nn.Module, step: int) -> None:
     with errors_on_all_ranks():
         tokens = torch.arange(16, device=DEVICE)[None]
         if not sampler(input_ids=tokens, use_cache=False).logits.isfinite().all():
-            raise UserError(f"after step {step} {OUT_OF_RANGE}")
+            raise UserError(f"after step {step}, {OUT_OF_RANGE}")
     if len(set(gather(checksum(model, sampler)))) > 1:
         raise SharedError(
-            f"after step {step} the ranks have different weights: either their gradients were not "
-            "shared, or they compute differently. This step was not saved")
+            f"after step {step}, the ranks have different weights: either their gradients were not "
+            "shared, or the ranks compute differently. This step was not saved")
 
 
 def checksum(model: nn.Module, sampler: nn.Module) -> int:
@@ -403,7 +405,7 @@ def newest_checkpoint(run_folder: Path) -> Path | None:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    with as_user_error(f"{checkpoint} is damaged: delete it to resume from the one before it"):
+    with as_user_error(f"{checkpoint} is damaged: delete it to resume from the previous one"):
         return json.loads((checkpoint / "state.json").read_text())
 
 

@@ -168,9 +168,9 @@ def load_config(arguments: list[str]) -> Config:
     parser = Parser("main.py", description="GRPO in one file: reinforcement learning of language "
                     "models, from question to update. config.yaml explains every key.")
     parser.add_argument("--config", metavar="file.yaml", action="append", default=[],
-                        help="a file whose keys override config.yaml")
+                        help="a file whose settings override those in config.yaml")
     parser.add_argument("overrides", metavar="section.key=value", nargs="*",
-                        help="a key that overrides all files")
+                        help="a setting that overrides those in all files")
     options = parser.parse_intermixed_args(arguments)
 
     values = read_yaml(ROOT / "config.yaml")
@@ -178,7 +178,8 @@ def load_config(arguments: list[str]) -> Config:
         values |= read_yaml(path)
     own_keys = [key for key in values if key.startswith(OWN)]  # declared by the files
     for override in options.overrides:
-        with as_user_error(f"{override!r} is not section.key=value, or its value is not YAML"):
+        with as_user_error(
+                f"{override!r} is not of the form section.key=value, or its value is not YAML"):
             key, text = override.split("=", 1)
             values[key] = yaml.safe_load(text)
     values["model.precision"] = choose_precision(values.get("model.precision"))
@@ -246,8 +247,9 @@ def check_values(values: dict[str, Any], own_keys: Sequence[str] = ()) -> Config
         last = training.warmup_steps + training.decay_steps
         raise UserError(
             f"training.max_steps={training.max_steps}: with training.decay_steps="
-            f"{training.decay_steps} the learning rate is 0 from step {last + 1} on. Set it to at "
-            f"most {last}, or raise training.decay_steps (docs/running.md#stop-and-resume)")
+            f"{training.decay_steps}, the learning rate is 0 from step {last + 1} onwards. Set "
+            f"training.max_steps to at most {last}, or raise training.decay_steps "
+            "(docs/running.md#stop-and-resume)")
     return config
 
 
@@ -261,12 +263,13 @@ def check_learning_type(training: TrainingSettings) -> None:
     else:
         is_valid = k == n  # With a teacher, answers aren't compared, so one is enough.
     if not is_valid:
-        raise UserError(f"training.k_best_of_n={[k, n]}: set it to [G, G] (like [8, 8]) for grpo, "
-                        "to [k, n] (like [2, 8]) for sil, and to [G, G] or [1, 1] for distill")
+        raise UserError(f"training.k_best_of_n={[k, n]}: set it to [G, G] (such as [8, 8]) for "
+                        "grpo, to [k, n] (such as [2, 8]) for sil, and to [G, G] or [1, 1] for "
+                        "distill")
     if training.learning_type != "distill":
         if training.teacher is not None:
             raise UserError(f"training.teacher={training.teacher!r}: set training.learning_type to "
-                            "distill, because nothing else learns from a teacher")
+                            "distill, because no other learning type uses a teacher")
         return
     if training.teacher is None:
         raise UserError("training.learning_type=distill: set training.teacher to a folder with a "
@@ -291,7 +294,7 @@ def describe_mistake(mistake: dict[str, Any]) -> str:
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """Returns the keys of a YAML file as {"section.key": value}."""
     with as_user_error(
-            f"the config file {path} does not exist, or is not YAML with sections of keys"):
+            f"the config file {path} does not exist, or is not YAML with keys in sections"):
         return flatten(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
 
 

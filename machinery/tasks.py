@@ -41,8 +41,8 @@ def load_task(config: Config) -> Task:
     weights = config.task.reward_weights or module.REWARD_WEIGHTS
     unknown = set(weights) - set(module.REWARD_WEIGHTS)
     if unknown:
-        raise UserError(f"task.reward_weights: {name} has no part {', '.join(sorted(unknown))}: "
-                        "use the names in its REWARD_WEIGHTS")
+        raise UserError(f"task.reward_weights: {name} has no part named "
+                        f"{', '.join(sorted(unknown))}: use the names in its REWARD_WEIGHTS")
     optional = {"SYSTEM_MESSAGE": "", "REPLY_START": ""}
     return Task(**{**optional, **vars(module), "REWARD_WEIGHTS": weights})
 
@@ -125,12 +125,14 @@ def split(rows: list[dict], config: Config) -> tuple[list[dict], list[dict]]:
             training += unmarked[problem]
     num_in_both = len(marked.keys() & unmarked.keys())
     if num_in_both:
-        tell(f"{num_in_both} problems are held out, so they are left out of the training questions")
+        tell(f"{num_in_both} of the training problems are also held out, so they are left out of "
+             "training")
     if WORLD_SIZE > min(len(training), len(validation)):
         raise UserError(
-            f"data.num_validation={config.data.num_validation} leaves {len(training)} training and "
-            f"{len(validation)} validation questions of {len(rows)}, for {WORLD_SIZE} ranks: "
-            "change it, or start fewer ranks")
+            f"data.num_validation={config.data.num_validation} leaves {len(training)} training "
+            f"questions and {len(validation)} validation questions out of {len(rows)}, but there "
+            f"must be at least as many of each as there are ranks ({WORLD_SIZE}): change "
+            "data.num_validation, or start fewer ranks")
     return training, validation
 
 
@@ -186,7 +188,7 @@ def check_prompt_lengths(
     if longest + L > context:
         names = (config.model.name, config.training.teacher)
         models = " and ".join(repr(name) for name in names if name)
-        raise UserError(f"training.max_new_gen_tokens={L}: with a prompt of {longest} tokens it "
+        raise UserError(f"training.max_new_gen_tokens={L}: with a prompt of {longest} tokens, it "
                         f"exceeds the {context} that {models} can process: set it to at most "
                         f"{max(0, context - longest)}, or set data.max_prompt_tokens")
 
@@ -205,8 +207,9 @@ def check_prompt_tokens(
             if max(ids) >= num_known:
                 token = tokenizer.convert_ids_to_tokens(max(ids))
                 raise UserError(f"model.name={config.model.name!r}: its tokenizer turns {token!r} "
-                                f"into token {max(ids)}, but the model has only {num_known}. Use "
-                                "the model's own tokenizer, or resize its embeddings")
+                                f"into token {max(ids)}, but the model has only {num_known} "
+                                "tokens. Use the model's own tokenizer, or resize the model's "
+                                "embeddings")
 
 
 def encode_prompt(row: dict, task: Task, tokenizer: PreTrainedTokenizerBase,
@@ -219,7 +222,7 @@ def encode_prompt(row: dict, task: Task, tokenizer: PreTrainedTokenizerBase,
     if task.SYSTEM_MESSAGE:
         messages.insert(0, {"role": "system", "content": task.SYSTEM_MESSAGE})
     with as_user_error("data.prompt_style: the model has no chat template, or its template refuses "
-                       "this task's messages; set it to base"):
+                       "this task's messages; set data.prompt_style to base"):
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     # Some templates open the thinking themselves.
     if not text.rstrip().endswith(task.REPLY_START.rstrip()):
@@ -266,10 +269,10 @@ def check_parts(task: Task, parts: dict[str, float]) -> dict[str, float]:
     for name in {**task.REWARD_WEIGHTS, task.SOLVED: 0.0}:
         values[name] = float(parts[name])
         if not abs(values[name]) <= MOST:  # This also refuses nan.
-            raise ValueError(f"reward_function returned {parts[name]!r} as {name}, which is too "
+            raise ValueError(f"reward_function returned {parts[name]!r} for {name}, which is too "
                              "large or not a finite number")
     if not 0 <= values[task.SOLVED] <= 1:
-        raise UserError(f"reward_function returned {values[task.SOLVED]} as {task.SOLVED}, which "
-                        "must be from 0 to 1, because SOLVED names it as the part that says "
+        raise UserError(f"reward_function returned {values[task.SOLVED]} for {task.SOLVED}, which "
+                        "must be between 0 and 1, because SOLVED names it as the part that says "
                         "whether the question is solved")
     return values

@@ -1,10 +1,11 @@
 #!/bin/bash
-# Trains on two machines with four GPUs each. If the job is preempted or its time runs out, it goes
-# back into the queue.
+# Trains on two machines with four GPUs each. If the job is preempted or its time runs out, it
+# returns to the queue.
 #
 #     sbatch recipes/slurm.sh [--config file.yaml] [section.key=value ...]
 #
-# Submit it from the folder of main.py, which every machine must see at the same path, with .venv.
+# Submit it from the folder that contains main.py and .venv. Every machine must see that folder at
+# the same path.
 #SBATCH --job-name=onefile-grpo
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -20,14 +21,15 @@ cd "$SLURM_SUBMIT_DIR"
 export PATH="$PWD/.venv/bin:$PATH"
 # Without this, a machine that has failed couldn't rejoin on its own.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"  # srun looks nowhere else
-port=$((10000 + SLURM_JOB_ID % 20000))  # one per job, because two may share a machine
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"  # srun reads only this variable
+port=$((10000 + SLURM_JOB_ID % 20000))  # one per job, because two jobs may share a machine
 first_machine=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
-# SIGTERM comes with a preemption, and 60 seconds before the time runs out. It ends the trainer and
-# requeues the job. When that starts again, the trainer resumes from its newest checkpoint.
+# Slurm sends SIGTERM when it preempts the job, and 60 seconds before the job's time runs out. Then
+# this function ends the trainer and requeues the job. When the job starts again, the trainer
+# resumes from its newest checkpoint.
 requeue() {
-    scancel --signal=TERM "$SLURM_JOB_ID"  # for torchrun; srun itself would kill it
+    scancel --signal=TERM "$SLURM_JOB_ID"  # to torchrun; srun would kill it
     wait "$trainer"
     scontrol requeue "$SLURM_JOB_ID"
     exit 0

@@ -115,7 +115,7 @@ def test_the_same_command_with_edited_code_is_a_new_run_that_names_the_old_one(
     digest = new.name.rpartition("-")[2]
     assert said.count(f"{old}, at step 1, has the same settings and a different main.py") == 2
     assert said.count(f"one_run.py {new} {old} ") == 2
-    assert f"To continue that one instead, add run.name={old.name} run.code={digest}" in said
+    assert f"To continue that run instead, add run.name={old.name} run.code={digest}" in said
     assert [entry["step"] for entry in read_jsonl(new / "metrics.jsonl")] == [0, 1, 1]
     # Once the old one has continued with this code, its own command would begin at step 0 again.
     shutil.rmtree(new)
@@ -127,7 +127,7 @@ def test_the_same_command_with_edited_code_is_a_new_run_that_names_the_old_one(
     assert start(command) == 0
     said = say(capsys)
     assert f"{old}, at step 2, has the same settings and the same code" in said
-    assert f"To continue that one instead, add run.name={old.name} " in said
+    assert f"To continue that run instead, add run.name={old.name} " in said
     assert "run.code=" not in said
     assert EDIT in (new / MAIN).read_text()
 
@@ -176,7 +176,7 @@ def test_a_named_run_that_other_code_has_made_continues_only_with_the_code_that_
         assert (folder / "metrics.jsonl").read_text() == before
 
     assert start([*command, f"run.code={digest}", "training.max_steps=2"]) == 0
-    assert f"from here on it runs a different {name}" in say(capsys)
+    assert f"from here on, it runs a different {name}" in say(capsys)
     assert EDIT in (folder / name).read_text()
     assert start(command) == 0  # From now on this is the code of the run.
 
@@ -198,7 +198,7 @@ def test_ranks_with_different_code_are_refused(tmp_path):
     result = ranks(2, run_with_code_of_its_own, str(tmp_path))
 
     assert result.codes == [2, 2]
-    assert "error: the ranks run different code: make main.py" in result.stderr
+    assert "error: the ranks run different code: make sure that main.py" in result.stderr
     assert not (tmp_path / "a").exists()
 
 
@@ -296,7 +296,8 @@ def test_a_file_of_its_own_is_evaluated_on_and_what_is_in_both_is_not_trained_on
     assert start([*command, f"data.validation={held_out}"]) == 0
 
     said = say(capsys)
-    assert "note: 2 problems are held out, so they are left out of the training" in said
+    note = "2 of the training problems are also held out, so they are left out of training"
+    assert f"note: {note}" in said
     assert "38 questions to train on" in said and "6 questions are held out" in said
     asked = {sample["prompt"] for sample in read_jsonl(tmp_path / "a" / "samples.jsonl")}
     assert len(asked) == 6
@@ -318,7 +319,7 @@ def test_a_task_may_mark_the_questions_that_are_held_out():
     assert {row["prompt"] for row in training} == {str(number) for number in range(10, 30)}
     with pytest.raises(UserError, match="leaves 0 training"):
         split(rows[:10], make_config(data__num_validation=4))
-    with pytest.raises(UserError, match="20 training and 0 validation"):  # None is made up for it.
+    with pytest.raises(UserError, match="20 training questions and 0 validation"):  # None made up.
         split(rows[10:30], make_config(data__num_validation=4, data__validation="x"))
 
 

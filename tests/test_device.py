@@ -107,7 +107,7 @@ def with_driver(on_a_cpu, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("cuda", "says"), [
     ("13.0", "update its driver, because CUDA 13.0 needs a newer one"),
-    (None, "install a PyTorch made for CUDA (")])
+    (None, "install a PyTorch build for CUDA (")])
 def test_a_gpu_that_torch_cannot_use_is_refused_unless_it_is_hidden(
         cuda, says, with_driver, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", cuda)
@@ -132,7 +132,7 @@ def test_a_gpu_that_is_too_old_for_this_torch_is_refused(capability, is_refused,
     if not is_refused:
         ranks_of_machinery.prepare_gpu()
         return
-    with pytest.raises(UserError, match="Tesla V100 has compute capability 7.0, .* at 7.5: "):
+    with pytest.raises(UserError, match="Tesla V100 has compute capability 7.0, .* at least 7.5: "):
         ranks_of_machinery.prepare_gpu()
 
 
@@ -148,4 +148,4 @@ def test_ranks_on_gpus_and_ranks_on_a_cpu_do_not_train_together():
     result = ranks(2, meet_with_a_gpu_on_rank_1)
 
     assert result.returncode == 2
-    assert "error: the ranks [0] train on a CPU, and the others on GPUs: " in result.stderr
+    assert "error: the ranks [0] train on a CPU, and the others train on GPUs: " in result.stderr

@@ -208,7 +208,7 @@ def test_a_teacher_of_another_size_with_more_rows_teaches_and_nothing_is_said_of
                   "training.max_steps=2"]) == 0
 
     said = " ".join(capsys.readouterr().out.split())
-    assert "of all change goes toward the teacher" in said
+    assert "of the total change is toward the teacher" in said
     assert "KL(student || teacher) is" in said
     assert "groups" not in said and "no signal" not in said
     steps = [entry for entry in read_jsonl(tmp_path / "a" / "metrics.jsonl") if "kl" in entry]
@@ -255,7 +255,7 @@ def test_a_run_resumes_with_the_teacher_that_it_began_with(tmp_path, capsys):
 
     assert start([*command, "training.max_steps=2"]) == 2
 
-    assert "does not have the weights it had when" in capsys.readouterr().err
+    assert "does not have the weights that it had when" in capsys.readouterr().err
 
 
 def test_a_step_without_anything_to_learn_and_one_that_is_not_finite_are_told(tmp_path, capsys):

@@ -40,12 +40,12 @@ def the_only_error(said: str) -> str:
 # ---------------------------------------------------------------- mistakes
 
 @pytest.mark.parametrize(("argument", "says"), [
-    ("model.name=someone/model", "hub id within reach"),
+    ("model.name=someone/model", "hub id that can be reached from here"),
     ("data.num_validation=9999", "leaves 0 training"),
     ("data.dataset=none.parquet", "none.parquet"),
     ("training.max_new_gen_tokens=500", "the 512 that 'tiny/model' can process: set it to at most"),
     ("task.name=none.py", "the path of a Python file"),
-    ("task.reward_weights={form: 1}", "has no part form"),
+    ("task.reward_weights={form: 1}", "has no part named form"),
     ("run.dir=/dev/null", "cannot be written to"),
 ])
 def test_a_mistake_is_one_line_with_what_was_seen_and_what_to_write(
@@ -269,9 +269,9 @@ def test_a_task_that_leaves_or_fails_is_shown_with_its_line_and_is_no_success(
 
 
 @pytest.mark.parametrize(("parts", "says"), [
-    ({"format": math.nan, "answer": 0}, "reward_function returned nan as format"),
-    ({"format": 0, "answer": -2e9}, "reward_function returned -2000000000.0 as answer"),
-    ({"format": 0, "answer": -1}, "returned -1.0 as answer, which must be from 0 to 1"),
+    ({"format": math.nan, "answer": 0}, "reward_function returned nan for format"),
+    ({"format": 0, "answer": -2e9}, "reward_function returned -2000000000.0 for answer"),
+    ({"format": 0, "answer": -1}, "returned -1.0 for answer, which must be between 0 and 1"),
     ({"format": 0.5}, "answer")], ids=str)
 def test_a_reward_without_a_number_up_to_1e9_for_each_part_is_an_error_with_the_completion(
         parts, says):

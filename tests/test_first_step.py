@@ -364,7 +364,7 @@ def test_a_healthy_run_is_called_healthy_and_shows_what_it_measures(
     assert f"\n  {NOTHING_OFF}\n" in said and "\n  ! " not in said
     assert metrics["change_rewarded"] > 0 > metrics["change_punished"]
     assert f"\n  {metrics['truncated']:.0%} of the answers are truncated" in said
-    assert f"In {metrics['groups_all_solved']:.0%} all answers are right" in said
-    assert f"changed on average by {metrics['change_rewarded']:+.5f} in answers" in said
+    assert f"All answers are right in {metrics['groups_all_solved']:.0%} of the groups" in said
+    assert f"on average, log p of a token changed by {metrics['change_rewarded']:+.5f} in" in said
     # All that the advice speaks of is measured.
     assert {name for name in HEALTHY if not name.startswith("eval/")} <= set(metrics)

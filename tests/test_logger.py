@@ -132,7 +132,7 @@ def test_saving_that_takes_more_than_a_fifth_of_the_time_is_told_once(
         log.step(step, STEP)
 
     said = " ".join(capsys.readouterr().out.split())
-    line = (f"a checkpoint took {save:.1f} s, and the rest of the step 2.0 s: raise "
+    line = (f"saving a checkpoint took {save:.1f} s, and the rest of the step took 2.0 s: raise "
             "checkpoint.every")
     assert said.count(line) == said.count("a checkpoint") == int(is_told)
 

@@ -114,7 +114,7 @@ def test_without_peft_the_one_line_says_what_to_install(monkeypatch):
 
 
 def test_a_target_that_no_layer_has_is_refused_though_others_have_theirs():
-    says = "no layer is called v_porj. Choose from the linear ones: .*v_proj"
+    says = "no layer is called v_porj. Choose from the linear layers: .*v_proj"
     with pytest.raises(UserError, match=says):
         with_adapters(model__lora_targets=["q_proj", "v_porj"])
 

@@ -105,7 +105,7 @@ def not_edited(monkeypatch):
     ("mamba", "(ValueError: the model returns no KV cache"),
     ("bart", ": log-probabilities of FastPolicy differ from Policy's by"),
     # The library's own cache of it is wrong.
-    ("zamba2", ": log-probabilities noted by generate_plain differ from the model's own by"),
+    ("zamba2", ": log-probabilities recorded by generate_plain differ from the model's own by"),
 ])
 def test_what_cannot_be_trained_is_one_line_that_names_the_architecture(
         name, reason, folder_of, not_edited, tmp_path, capsys):
@@ -167,7 +167,7 @@ def mix_rows_up(monkeypatch):
 
 
 OF_POLICY = "log-probabilities of Policy differ from the model's own"
-OF_SAMPLING = "log-probabilities noted by generate_fast differ from the model's own"
+OF_SAMPLING = "log-probabilities recorded by generate_fast differ from the model's own"
 
 
 @pytest.mark.parametrize("fault, what", [
@@ -263,7 +263,7 @@ def test_a_tower_for_images_does_not_learn_is_told_of_and_gets_no_adapters(
     said = capsys.readouterr().out
     adapted = begin(folder_of("gemma3"), model__lora_rank=2).model
 
-    assert "such as model.vision_tower" in said and "stay as they are" in said
+    assert "such as model.vision_tower" in said and "they are not trained" in said
     for name, parameter in full.named_parameters():
         assert parameter.requires_grad == ("language_model" in name), name
     adapters = [name for name, _ in adapted.named_parameters() if "lora_" in name]

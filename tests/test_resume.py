@@ -94,7 +94,7 @@ def press_ctrl_c(command):
 
 
 @pytest.mark.parametrize(("command", "resumes"), [
-    ("main.py", "; run the same command to resume from the newest checkpoint"),
+    ("main.py", "; run the same command again to resume from the newest checkpoint"),
     ("examples/ask.py", "")])
 def test_ctrl_c_is_one_line(command, resumes):
     result = ranks(1, press_ctrl_c, command)
