@@ -180,7 +180,7 @@ def meet() -> dist.Store:
     if 0 < len(on_cpu) < WORLD_SIZE:
         if RANK == 0:  # This process may host the store, and the others are still reading.
             time.sleep(SECONDS_FOR_THE_CAUSE)
-        raise UserError(f"the ranks {on_cpu} train on a CPU, and the others train on GPUs: start "
+        raise UserError(f"ranks {on_cpu} train on a CPU, and the others train on GPUs: start "
                         "one process per GPU on all machines, or set CUDA_VISIBLE_DEVICES= on all "
                         "of them")
     store.set_timeout(TIME_TO_WAIT)

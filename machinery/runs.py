@@ -86,7 +86,7 @@ class RunFolder:
         each rank's newest checkpoint."""
         if max(steps) > steps[0]:
             raise UserError(
-                f"rank {steps.index(max(steps))} has a checkpoint of step {max(steps)} in "
+                f"rank {steps.index(max(steps))} has a checkpoint from step {max(steps)} in "
                 f"{self.path}, but rank 0 does not. Set run.dir to a folder that all machines "
                 f"share, or copy {self.path} to rank 0's machine. If the newer checkpoint is "
                 "damaged, delete it from the machine that has it")
@@ -116,7 +116,7 @@ class RunFolder:
         for name in self.code_changed:
             commands.append(f"diff {self.path / name} {self.code.paths[name]}")
         raise UserError(
-            f"{self.path} was made by a different {names}, up to step {self.state['step']}. To see "
+            f"{self.path} was made with a different {names}, up to step {self.state['step']}. To see "
             f"the difference, run {' and '.join(commands)}. To start over, set run.name to another "
             f"name. To continue with this code anyway, add run.code={self.code_digest}")
 

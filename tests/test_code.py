@@ -170,7 +170,7 @@ def test_a_named_run_that_other_code_has_made_continues_only_with_the_code_that_
         assert start([*command, *more]) == 2
 
         [line] = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"error: {folder} was made by a different {name}, up to step 1.")
+        assert line.startswith(f"error: {folder} was made with a different {name}, up to step 1.")
         assert f"diff {folder / name} {path}." in line and f"run.code={digest}" in line
         assert (folder / name).read_text() == path.read_text()
         assert (folder / "metrics.jsonl").read_text() == before

@@ -148,4 +148,4 @@ def test_ranks_on_gpus_and_ranks_on_a_cpu_do_not_train_together():
     result = ranks(2, meet_with_a_gpu_on_rank_1)
 
     assert result.returncode == 2
-    assert "error: the ranks [0] train on a CPU, and the others train on GPUs: " in result.stderr
+    assert "error: ranks [0] train on a CPU, and the others train on GPUs: " in result.stderr

@@ -226,7 +226,7 @@ def test_ranks_refuse_to_begin_again_where_another_machine_has_a_newer_checkpoin
 
     assert result.codes == [2, 2]
     line = the_only_error(result.stderr)
-    assert f"rank 1 has a checkpoint of step 1 in {tmp_path / '0' / 'a'}" in line
+    assert f"rank 1 has a checkpoint from step 1 in {tmp_path / '0' / 'a'}" in line
     assert not (tmp_path / "0" / "a" / "checkpoints").exists()
 
 
