@@ -5,7 +5,7 @@
     .venv/bin/python bench/mistakes.py --guess
         trains the lab model with one that it doesn't name, and says at the end which it was
     .venv/bin/python bench/mistakes.py --table
-        the table and the picture of docs/mistakes.md, from docs/mistakes.json
+        the tables and the picture of docs/mistakes.md, from docs/mistakes.json
     .venv/bin/python bench/mistakes.py --measure no-mean
         measures its gradient (all that the file lacks, if you name none)
 
@@ -19,6 +19,7 @@ import random
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -261,29 +262,33 @@ def cost_of(effect, before: float) -> str:
     return "everything" if gain_left < 0.25 else "something"
 
 
-def show_table(rows: list[Row]) -> None:
-    print("| mistake | costs | solved | difference | ± seeds | ± questions "
-          "| cosine before training | after 20 steps | what shows it |\n|" + " --- |" * 9)
-    num_expected = 0
-    num_right = 0
+def show_costs(rows: list[Row], known: dict) -> None:
+    print("| mistake | what it costs | what shows it |\n|" + " --- |" * 3)
     for row in rows:
         facts = MISTAKES[row.name].facts
-        effect = row.effect
-        cells = [
-            f"`{row.name}`, {facts['fault']}",
-            row.costs,
-            f"{effect.more:.3f}",
-            f"{effect.difference:+.3f}",
-            f"{effect.seeds:.3f}",
-            f"{effect.questions:.3f}",
-            *map(as_text, row.cosines),
-            facts.get("shown by", "nothing"),
-        ]
-        print(f"| {' | '.join(cells)} |")
-        if "expected" in facts:
-            num_expected += 1
-            num_right += facts["expected"] == row.costs
-    print(f"\nBefore the runs we had guessed {num_right} of {num_expected} costs right.")
+        print(f"| `{row.name}`, {facts['fault']} | {cost_in_words(row, known)} "
+              f"| {facts.get('shown by', 'nothing')} |")
+
+
+def cost_in_words(row: Row, known: dict) -> str:
+    effect = row.effect
+    words = f"{row.costs}: {effect.more:.3f} ({effect.difference:+.3f} ± {effect.half_width:.3f})"
+    if row.costs == "could be chance":
+        words += f"; up to {effect.half_width - effect.difference:.3f} could hide"
+    if row.name in WAY_OF:
+        way = WAY_OF[row.name]
+        own = [known[f"{row.name} seed {seed}"]["as sampled"][0] for seed in OPTIONS.seeds]
+        default = [known[f"default seed {seed}"]["as sampled"][way] for seed in OPTIONS.seeds]
+        words += (f". Evaluated as it samples: {fmean(own):.3f}, and the default that way "
+                  f"{fmean(default):.3f}")
+    return words
+
+
+def show_cosines(rows: list[Row]) -> None:
+    print("| mistake | cosine before training | after 20 steps |\n|" + " --- |" * 3)
+    for row in rows:
+        if any(row.cosines):
+            print(f"| `{row.name}` | {' | '.join(map(as_text, row.cosines))} |")
 
 
 def as_text(cosine: list | None) -> str:
@@ -293,14 +298,19 @@ def as_text(cosine: list | None) -> str:
     return "lost in noise" if value is None else f"{value:.2f} ± {half:.2f}"
 
 
-def show_as_sampled(known: dict) -> None:
-    """Prints how runs end, evaluated the way training sampled, next to the default."""
-    print("| run | sampled with | solved | the default, sampled the same way |\n|" + " --- |" * 4)
-    for name, way in WAY_OF.items():
-        own = [known[f"{name} seed {seed}"]["as sampled"][0] for seed in OPTIONS.seeds]
-        default = [known[f"default seed {seed}"]["as sampled"][way] for seed in OPTIONS.seeds]
-        says = ", ".join(f"{key} {value}" for key, value in WAYS[way].items())
-        print(f"| `{name}` | {says} | {fmean(own):.3f} | {fmean(default):.3f} |")
+def tables(known: dict) -> list[Callable[[], None]]:
+    """Returns what prints the tables of docs/mistakes.md, one after the other."""
+    rows = rows_of(known)
+    controls = [row for row in rows if row.name in COMPARED]
+    wrong = [row for row in rows if row not in controls]
+    guesses = [MISTAKES[row.name].facts["expected"] == row.costs for row in wrong]
+    return [
+        lambda: show_costs(wrong, known),
+        lambda: print(f"Before the runs we had guessed {sum(guesses)} of {len(guesses)} costs "
+                      "right."),
+        lambda: show_costs(controls, known),
+        lambda: show_cosines(rows),
+    ]
 
 
 COLOURS = {"everything": "#d55e00", "something": "#e69f00"}
@@ -344,10 +354,10 @@ def command(words: list[str]) -> int:
         measure_missing(rest)
     elif first == "--table":
         known = json.loads(DATA.read_text())
-        rows = rows_of(known)
-        show_table(rows)
-        show_as_sampled(known)
-        draw(rows, known, DATA.with_suffix(".png"))
+        for show in tables(known):
+            show()
+            print()
+        draw(rows_of(known), known, DATA.with_suffix(".png"))
     else:
         print(__doc__)
         return bool(words)

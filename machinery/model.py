@@ -119,7 +119,7 @@ def check_tokens(
     its_num_rows = teacher.config.get_text_config().vocab_size
     if its_num_rows < num_rows:
         raise UserError(f"training.teacher={name!r} knows {its_num_rows} tokens, but model.name "
-                        f"can generate {num_rows}: use a teacher that knows at least as many tokens")
+                        f"can generate {num_rows}: use a teacher that knows at least as many")
 
 
 def find_unreached(model: Any, config: Config) -> list[str]:
