@@ -117,8 +117,8 @@ class RunFolder:
             commands.append(f"diff {self.path / name} {self.code.paths[name]}")
         raise UserError(
             f"{self.path} was made with a different {names}, up to step {self.state['step']}. To "
-            f"see the difference, run {' and '.join(commands)}. To start over, set run.name to another "
-            f"name. To continue with this code anyway, add run.code={self.code_digest}")
+            f"see the difference, run {' and '.join(commands)}. To start over, set run.name to "
+            f"another name. To continue with this code anyway, add run.code={self.code_digest}")
 
     def write_code(self, texts: dict[str, str]) -> None:
         for name, text in texts.items():
