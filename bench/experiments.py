@@ -389,10 +389,13 @@ def show_claims(claims: list[Claim], known: dict, options: argparse.Namespace) -
         digits = 0 if claim.metric == WRONG else 3
         unit = UNITS[claim.metric]
         questions = mean_or_empty([effect.questions], f".{digits}f")
+        verdict = effect.verdict
+        if verdict == "could be chance":
+            verdict += f", up to {effect.difference + effect.half_width:.{digits}f} could hide"
         print(f"| {says} | {claim.more}: {effect.more:.{digits}f}{unit} "
               f"| {claim.less}: {effect.less:.{digits}f}{unit} "
               f"| {effect.difference:+.{digits}f} | {effect.seeds:.{digits}f} | {questions} "
-              f"| {effect.verdict} |")
+              f"| {verdict} |")
     return effects
 
 
