@@ -127,7 +127,7 @@ MUTANTS = [
            "batches.append(batch or [MadeUpAnswer()])", "batches += [batch] if batch else []",
            RANKS),
     Mutant("the gradient of the step before stays", "main.py",
-           "    policy.zero_grad(set_to_none=False)  # Grad", "    # Dist",
+           "    policy.zero_grad(set_to_none=False)  # The", "    # Dist",
            LEARNING),
     Mutant("micro-batches above the budget", "machinery/passes.py",
            "(len(batch) + 1) * longest >", "len(batch) * longest >", LEARNING),
