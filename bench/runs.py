@@ -1,25 +1,35 @@
 """The runs of the tiny and the lab model behind the figures of README.md and docs/.
 
+    .venv/bin/python bench/runs.py
+        makes what docs/runs.json lacks, in hours, two runs at once with one thread each. It may be
+        stopped
     .venv/bin/python bench/runs.py --list
         what docs/runs.json has, and what it lacks
-    .venv/bin/python bench/runs.py
-        makes what it lacks, in hours, two runs at once with one thread each. It may be stopped
+    .venv/bin/python bench/runs.py --effects
+        the difference of each pair of runs that it has, with its interval
 
 bench/plan.json has the protocol, and what we expected. Both were committed before the first run.
 """
 
 import argparse
 import json
+import math
+import statistics
 import sys
 
 import experiments
 import kept
 import mistakes
-from experiments import ROOT, RUNS
+from experiments import HARDEST, NORMAL, ROOT, RUNS, SOLVED, Claim, Effect
+from scipy.stats import t as student
 
 PLAN = json.loads((ROOT / "bench" / "plan.json").read_text())
 DATA = ROOT / "docs" / "runs.json"
 OPTIONS = argparse.Namespace(keys=[], out="runs/all")
+AGAIN = " again"
+MOST_SEEDS = 9
+
+# ---------------------------------------------------------------- the runs
 
 
 def planned() -> list[tuple[str, int]]:
@@ -27,11 +37,15 @@ def planned() -> list[tuple[str, int]]:
     students, which all learn from the one of seed 0."""
     names = [experiments.DEFAULT, experiments.LAB_TEACHER, *mistakes.MEASURED, *mistakes.COMPARED]
     names += [name for name in RUNS if name not in [*names, *PLAN["not made again"]]]
-    first = [(name, seed) for seed in PLAN["seeds"] for name in names]
-    return [*first, *((name, seed) for name, seeds in PLAN["more seeds"].items() for seed in seeds)]
+    wanted = [(name, seed) for seed in PLAN["seeds"] for name in names]
+    for name, seeds in PLAN["more seeds"].items():
+        wanted += [(name, seed) for seed in seeds]
+    checks = [(name + AGAIN, seed) for name, seed in PLAN["made again as a check"].items()]
+    return [*checks, *wanted]
 
 
 def record_of(name: str, seed: int) -> dict:
+    name = name.removesuffix(AGAIN)
     if name == experiments.DEFAULT:  # This way, it's also evaluated with other sampling settings.
         return mistakes.record_of("default", seed, OPTIONS)
     if name in mistakes.MISTAKES:
@@ -39,12 +53,80 @@ def record_of(name: str, seed: int) -> dict:
     return experiments.record_of(name, seed, OPTIONS)
 
 
+# ---------------------------------------------------------------- what comes of them
+
+def effect_of(claim: Claim, known: dict) -> Effect | None:
+    """Returns what came of the claim, or None if fewer than two seeds of a run are known."""
+    more = records_of(claim.more, known)
+    less = records_of(claim.less, known)
+    if min(len(more), len(less)) < 2:
+        return None
+    ends_of_more = [experiments.end_of(record, claim.metric) for record in more]
+    ends_of_less = [experiments.end_of(record, claim.metric) for record in less]
+    questions = None
+    if claim.metric in (SOLVED, HARDEST):
+        questions = between_questions(more, less, claim.metric)
+    return Effect(statistics.fmean(ends_of_more), statistics.fmean(ends_of_less),
+                  between_seeds(ends_of_more, ends_of_less), questions)
+
+
+def records_of(name: str, known: dict) -> list[dict]:
+    titles = [f"{name} seed {seed}" for seed in range(MOST_SEEDS)]
+    return [known[title] for title in titles if title in known]
+
+
+def between_seeds(more: list[float], less: list[float]) -> float:
+    """Returns half the width of Welch's 95 % interval of the difference of means."""
+    parts = [statistics.variance(values) / len(values) for values in (more, less)]
+    if sum(parts) == 0:
+        return 0.0
+    freedom = sum(parts) ** 2 / sum(
+        part ** 2 / (len(values) - 1) for part, values in zip(parts, (more, less)))
+    return float(student.ppf(0.975, freedom)) * math.sqrt(sum(parts))
+
+
+def between_questions(more: list[dict], less: list[dict], metric: str) -> float:
+    """Returns half the width of the interval between questions. All seeds have the same held-out
+    questions, so each question gives one difference, of its mean shares over the seeds."""
+    shares_of_more = mean_shares(more, metric)
+    shares_of_less = mean_shares(less, metric)
+    differences = [shares_of_more[i] - shares_of_less[i]
+                   for i in shares_of_more if i in shares_of_less]
+    return experiments.half_width_of(differences, NORMAL)
+
+
+def mean_shares(records: list[dict], metric: str) -> dict[int, float]:
+    """Returns each question's mean share of right answers, over the runs in which it counts."""
+    shares: dict[int, list[float]] = {}
+    for record in records:
+        of_record = experiments.shares_of(record)
+        places = experiments.hardest_of(record) if metric == HARDEST else range(len(of_record))
+        for i in places:
+            shares.setdefault(i, []).append(of_record[i])
+    return {i: statistics.fmean(values) for i, values in shares.items()}
+
+
+def show_effects(known: dict) -> None:
+    claims = [claim for claim in experiments.CLAIMS if claim.says in PLAN["expected"]["claims"]]
+    names = [*mistakes.MEASURED, *mistakes.COMPARED, *experiments.CHANGES]
+    claims += [Claim(name, "", SOLVED, name, experiments.DEFAULT) for name in names]
+    for claim in claims:
+        effect = effect_of(claim, known)
+        if effect:
+            print(f"{effect.difference:+.3f} ± {effect.half_width:.3f}  {effect.verdict}: "
+                  f"{claim.says}")
+
+
+# ---------------------------------------------------------------- the command
+
 def main(words: list[str]) -> None:
+    known = kept.read(DATA)
     wanted = {f"{name} seed {seed}": (name, seed) for name, seed in planned()}
     if words == ["--list"]:
-        known = kept.read(DATA)
         for title in wanted:
             print("there  " if title in known else "missing", title)
+    elif words == ["--effects"]:
+        show_effects(known)
     else:
         kept.run_missing(DATA, wanted, lambda each: record_of(*each))
 
