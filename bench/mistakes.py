@@ -303,11 +303,12 @@ def tables(known: dict) -> list[Callable[[], None]]:
     rows = rows_of(known)
     controls = [row for row in rows if row.name in COMPARED]
     wrong = [row for row in rows if row not in controls]
+    num_by_chance = sum(row.costs == "could be chance" for row in wrong)
     guesses = [MISTAKES[row.name].facts["expected"] == row.costs for row in wrong]
     return [
         lambda: show_costs(wrong, known),
         lambda: print(f"Before the runs we had guessed {sum(guesses)} of {len(guesses)} costs "
-                      "right."),
+                      f"right (and {num_by_chance} by always guessing chance)."),
         lambda: show_costs(controls, known),
         lambda: show_cosines(rows),
     ]
