@@ -154,14 +154,19 @@ MODELS = {BEFORE: ROOT / "tiny" / "lab" / "model", AFTER: RUNS / "lab-20" / "bes
 NO_GRADIENT = ("stale", "staler", "slow", "bfloat16-slow", "forgetful", "hot")
 
 
+def command_of(name: str, tree: str) -> list[str]:
+    """Returns what trains with the mistake that is in the tree, but for its keys."""
+    return changed.command_with(
+        MISTAKES[name].ranks, ["bench/mistakes.py", "--train", tree, name])
+
+
 def record_of(name: str, seed: int, options: argparse.Namespace) -> dict:
     """Returns what docs/runs.json holds of a run."""
     import experiments
 
     ranks = MISTAKES[name].ranks
     with tree_past_the_checks(name) as tree:
-        words = ["bench/mistakes.py", "--run", str(tree), name]
-        _, *program = changed.command_with(ranks, words)
+        _, *program = command_of(name, str(tree))
         keys = {experiments.PROGRAM: program, experiments.QUESTIONS: QUESTIONS // ranks}
         record = experiments.record_of(name, seed, options, keys)
     curve = record["curve"]
@@ -347,7 +352,7 @@ def command(words: list[str]) -> int:
     first, rest = (words[0], words[1:]) if words else ("", [])
     if first == "--guess":
         return guess(rest)
-    if first == "--run":
+    if first == "--train":
         run_measured(*rest[:2], rest[2:])
     elif first == "--gradients":
         write_gradients(*rest[:3], rest[3:])

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import changed
 import conftest
+import mistakes
 import pytest
 import torch
 from conftest import (
@@ -35,6 +36,7 @@ from conftest import (
     run_without_curves,
 )
 from processes import ROOT, ranks
+from torch.distributed.run import parse_args
 
 import main
 from machinery.code import MAIN, digest_of
@@ -320,3 +322,8 @@ def test_what_runs_with_a_change_is_what_is_recorded():
                                capture_output=True, check=True).stdout
         assert (tree / "main.py").read_text() in shown
     assert (ROOT / "main.py").read_text() not in shown
+
+
+def test_torchrun_understands_how_a_mistake_on_two_ranks_is_measured():
+    _, *words = mistakes.command_of("not-shared", "tree")
+    assert parse_args(words[2:]).training_script_args == ["--train", "tree", "not-shared"]
