@@ -19,7 +19,6 @@ import random
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -303,20 +302,19 @@ def as_text(cosine: list | None) -> str:
     return "lost in noise" if value is None else f"{value:.2f} ± {half:.2f}"
 
 
-def tables(known: dict) -> list[Callable[[], None]]:
-    """Returns what prints the tables of docs/mistakes.md, one after the other."""
+def show_tables(known: dict) -> None:
+    """Prints what docs/mistakes.md has from its file, with an empty line between two tables."""
     rows = rows_of(known)
     controls = [row for row in rows if row.name in COMPARED]
-    wrong = [row for row in rows if row not in controls]
+    wrong = [row for row in rows if row.name not in COMPARED]
+    show_costs(wrong, known)
+    num_right = sum(MISTAKES[row.name].facts["expected"] == row.costs for row in wrong)
     num_by_chance = sum(row.costs == "could be chance" for row in wrong)
-    guesses = [MISTAKES[row.name].facts["expected"] == row.costs for row in wrong]
-    return [
-        lambda: show_costs(wrong, known),
-        lambda: print(f"Before the runs we had guessed {sum(guesses)} of {len(guesses)} costs "
-                      f"right (and {num_by_chance} by always guessing chance)."),
-        lambda: show_costs(controls, known),
-        lambda: show_cosines(rows),
-    ]
+    print(f"\nBefore the runs we had guessed {num_right} of {len(wrong)} costs right (and "
+          f"{num_by_chance} by always guessing chance).\n")
+    show_costs(controls, known)
+    print()
+    show_cosines(rows)
 
 
 COLOURS = {"everything": "#d55e00", "something": "#e69f00"}
@@ -360,9 +358,7 @@ def command(words: list[str]) -> int:
         measure_missing(rest)
     elif first == "--table":
         known = json.loads(DATA.read_text())
-        for show in tables(known):
-            show()
-            print()
+        show_tables(known)
         draw(rows_of(known), known, DATA.with_suffix(".png"))
     else:
         print(__doc__)

@@ -8,7 +8,8 @@
     .venv/bin/python bench/runs.py --effects
         the difference of each pair of runs that it has, with its interval
 
-bench/plan.json has the protocol, and what we expected. Both were committed before the first run.
+bench/plan.json has the protocol, and what we expected. Both were committed before any result that
+wasn't known already.
 """
 
 import argparse
@@ -36,12 +37,19 @@ def planned() -> list[tuple[str, int]]:
     """Returns each run and its seed, in the order in which they're made. A teacher comes before its
     students, which all learn from the one of seed 0."""
     names = [experiments.DEFAULT, experiments.LAB_TEACHER, *mistakes.MEASURED, *mistakes.COMPARED]
-    names += [name for name in RUNS if name not in [*names, *PLAN["not made again"]]]
-    wanted = [(name, seed) for seed in PLAN["seeds"] for name in names]
+    for name in RUNS:
+        if name not in names and name not in PLAN["not made again"]:
+            names.append(name)
+    wanted = []
+    for name, seed in PLAN["made again as a check"].items():
+        wanted.append((name + AGAIN, seed))
+    for seed in PLAN["seeds"]:
+        for name in names:
+            wanted.append((name, seed))
     for name, seeds in PLAN["more seeds"].items():
-        wanted += [(name, seed) for seed in seeds]
-    checks = [(name + AGAIN, seed) for name, seed in PLAN["made again as a check"].items()]
-    return [*checks, *wanted]
+        for seed in seeds:
+            wanted.append((name, seed))
+    return wanted
 
 
 def record_of(name: str, seed: int) -> dict:
@@ -77,12 +85,13 @@ def records_of(name: str, known: dict) -> list[dict]:
 
 def between_seeds(more: list[float], less: list[float]) -> float:
     """Returns half the width of Welch's 95 % interval of the difference of means."""
-    parts = [statistics.variance(values) / len(values) for values in (more, less)]
-    if sum(parts) == 0:
+    of_more = statistics.variance(more) / len(more)
+    of_less = statistics.variance(less) / len(less)
+    variance = of_more + of_less  # of the difference
+    if variance == 0:
         return 0.0
-    freedom = sum(parts) ** 2 / sum(
-        part ** 2 / (len(values) - 1) for part, values in zip(parts, (more, less)))
-    return float(student.ppf(0.975, freedom)) * math.sqrt(sum(parts))
+    freedom = variance ** 2 / (of_more ** 2 / (len(more) - 1) + of_less ** 2 / (len(less) - 1))
+    return float(student.ppf(0.975, freedom)) * math.sqrt(variance)
 
 
 def between_questions(more: list[dict], less: list[dict], metric: str) -> float:
@@ -90,8 +99,9 @@ def between_questions(more: list[dict], less: list[dict], metric: str) -> float:
     questions, so each question gives one difference, of its mean shares over the seeds."""
     shares_of_more = mean_shares(more, metric)
     shares_of_less = mean_shares(less, metric)
-    differences = [shares_of_more[i] - shares_of_less[i]
-                   for i in shares_of_more if i in shares_of_less]
+    differences = []
+    for question in shares_of_more.keys() & shares_of_less.keys():
+        differences.append(shares_of_more[question] - shares_of_less[question])
     return experiments.half_width_of(differences, NORMAL)
 
 
@@ -100,10 +110,12 @@ def mean_shares(records: list[dict], metric: str) -> dict[int, float]:
     shares: dict[int, list[float]] = {}
     for record in records:
         of_record = experiments.shares_of(record)
-        places = experiments.hardest_of(record) if metric == HARDEST else range(len(of_record))
-        for i in places:
-            shares.setdefault(i, []).append(of_record[i])
-    return {i: statistics.fmean(values) for i, values in shares.items()}
+        questions = range(len(of_record))
+        if metric == HARDEST:
+            questions = experiments.hardest_of(record)
+        for question in questions:
+            shares.setdefault(question, []).append(of_record[question])
+    return {question: statistics.fmean(values) for question, values in shares.items()}
 
 
 def show_effects(known: dict) -> None:
