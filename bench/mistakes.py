@@ -267,7 +267,7 @@ def cost_of(effect, before: float) -> str:
 
 
 def show_costs(rows: list[Row], known: dict) -> None:
-    print("| mistake | what it costs | what shows it |\n|" + " --- |" * 3)
+    print("| mistake | what it costs | what the run reports |\n|" + " --- |" * 3)
     for row in rows:
         facts = MISTAKES[row.name].facts
         print(f"| `{row.name}`, {facts['fault']} | {cost_in_words(row, known)} "

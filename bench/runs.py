@@ -21,7 +21,7 @@ import sys
 import experiments
 import kept
 import mistakes
-from experiments import HARDEST, NORMAL, ROOT, RUNS, SOLVED, Claim, Effect
+from experiments import HARDEST, NORMAL, ROOT, RUNS, SOLVED, TEACHER, Claim, Effect
 from scipy.stats import t as student
 
 PLAN = json.loads((ROOT / "bench" / "plan.json").read_text())
@@ -34,8 +34,7 @@ MOST_SEEDS = 9
 
 
 def planned() -> list[tuple[str, int]]:
-    """Returns each run and its seed, in the order in which they're made. A teacher comes before its
-    students, which all learn from the one of seed 0."""
+    """Returns each run and its seed. All students learn from the teacher of seed 0."""
     names = [experiments.DEFAULT, experiments.LAB_TEACHER, *mistakes.MEASURED, *mistakes.COMPARED]
     for name in RUNS:
         if name not in names and name not in PLAN["not made again"]:
@@ -131,16 +130,34 @@ def show_effects(known: dict) -> None:
 
 # ---------------------------------------------------------------- the command
 
+def make_missing(wanted: dict[str, tuple[str, int]]) -> None:
+    """Makes what the file lacks. Students come last, because they need their teacher's weights."""
+    students = {title: (name, seed) for title, (name, seed) in wanted.items()
+                if TEACHER in RUNS.get(name, {})}
+    others = {title: wanted[title] for title in wanted if title not in students}
+    known = kept.run_missing(DATA, others, lambda each: record_of(*each))
+    if students.keys() <= known.keys():
+        return
+    teacher = ROOT / OPTIONS.out / experiments.folder_of(experiments.LAB_TEACHER, 0)
+    if not (teacher / "summary.json").exists():  # It's known, but was made on another machine.
+        record_of(experiments.LAB_TEACHER, 0)
+    kept.run_missing(DATA, students, lambda each: record_of(*each))
+
+
 def main(words: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--effects", action="store_true")
+    options = parser.parse_args(words)
     known = kept.read(DATA)
     wanted = {f"{name} seed {seed}": (name, seed) for name, seed in planned()}
-    if words == ["--list"]:
+    if options.list:
         for title in wanted:
             print("there  " if title in known else "missing", title)
-    elif words == ["--effects"]:
+    elif options.effects:
         show_effects(known)
     else:
-        kept.run_missing(DATA, wanted, lambda each: record_of(*each))
+        make_missing(wanted)
 
 
 if __name__ == "__main__":
