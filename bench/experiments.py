@@ -1,21 +1,14 @@
-"""Claims about the algorithm, each tested in runs, and a picture of what matters most.
+"""Runs of the tiny and the lab model, claims about the algorithm, and what came of them.
 
-    .venv/bin/python bench/experiments.py --show --data docs/experiments.json \
-        --picture docs/experiments.png
-        the tables and the picture of docs/experiments.md, from the runs in the file, in seconds
-        (with --data docs/teachers.json --seeds 0 --picture docs/teachers.png the ones about
-        teachers, and with changes.json and changing.png the ones in docs/changing.md)
-    .venv/bin/python bench/experiments.py --run "Dr. GRPO, G = 8" --run "G = 2" --seeds 0
-        these runs, in minutes; runs already in the --data file aren't repeated
     .venv/bin/python bench/experiments.py
-        all runs, in hours
+        the tables and the pictures of README.md, docs/experiments.md and docs/changing.md, from
+        docs/runs.json, in seconds. bench/runs.py makes the runs
 
-A claim says which of two runs has more of something at the last evaluation. Its effect is the mean
-difference over seeds. The verdict uses the wider of two 95 % intervals, one between seeds and one
-between questions. Both runs of a seed get the same questions in the same order. Each run is one
-process, which takes the questions of two ranks."""
+A claim says which of two runs has more of something at the last evaluation. Its effect is the
+difference between the means over all seeds. The verdict uses the wider of two 95 % intervals, one
+between seeds and one between questions. Each run is one process, which takes the questions of two
+ranks."""
 
-import argparse
 import json
 import math
 import os
@@ -24,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,11 +25,16 @@ import kept
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from scipy.stats import t as student
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from machinery.code import MAIN, digest_of
+
+DATA = ROOT / "docs" / "runs.json"
+PLAN = json.loads((ROOT / "bench" / "plan.json").read_text())  # what we expected, for example
+MOST_SEEDS = 9
 
 PROGRAM, CONFIG = "program", "config"
 QUESTIONS, GROUP = "training.num_samples_per_step", "training.k_best_of_n"
@@ -90,7 +89,6 @@ RUNS |= {
     "four updates": FOUR_UPDATES,
     "four updates, clipped": FOUR_UPDATES | {"training.clip": "[0.2,0.2]"},
     "KL 0.02 in the reward": {"training.kl_beta": 0.02},
-    "yes is enough": {"task.name": "examples/yes_is_enough.py"},
     TINY: ON_TINY,
     "ten times the learning rate": ON_TINY | {"training.learning_rate": "3.0e-4"},
     "a hundred times the learning rate": ON_TINY | {"training.learning_rate": "3.0e-3"},
@@ -160,8 +158,6 @@ CLAIMS = [
     Claim("negative advantages alone teach less than positive ones", "", SOLVED,
           "only positive advantages", "only negative advantages"),
     Claim("a KL term holds back", "2503.14476", SOLVED, DEFAULT, "KL 0.02 in the reward"),
-    Claim("a reward that can be fooled teaches less", "2209.13085", SOLVED,
-          DEFAULT, "yes is enough"),
     Claim("several updates need clipping", "1707.06347", SOLVED, "four updates, clipped",
           "four updates"),
     Claim("ten times the learning rate ends lower", "", SOLVED,
@@ -177,21 +173,16 @@ CLAIMS = [
 # ---------------------------------------------------------------- one run
 
 
-def title_of(run: str, seed: int, options: argparse.Namespace) -> str:
-    return " ".join([run, *options.keys, f"seed {seed}"])
-
-
-def record_of(
-    run: str, seed: int, options: argparse.Namespace, own_keys: dict | None = None
-) -> dict:
-    """Returns what the run's evaluations measured. An interrupted run resumes."""
+def record_of(run: str, seed: int, out: str, own_keys: dict | None = None) -> dict:
+    """Returns what the run's evaluations measured. Its folder is in `out`, where an interrupted run
+    resumes."""
     keys = USUAL | (own_keys or RUNS[run])
     if TEACHER in keys:  # The keys name its run, which learned with seed 0.
-        keys[TEACHER] = f"{options.out}/{folder_of(keys[TEACHER], 0)}/best"
+        keys[TEACHER] = f"{out}/{folder_of(keys[TEACHER], 0)}/best"
     words = [*keys.pop(PROGRAM), "--config", keys.pop(CONFIG)]
     words += [f"{key}={value}" for key, value in keys.items()]
-    words += [*options.keys, f"training.seed={seed}"]
-    place = [f"run.dir={options.out}", f"run.name={folder_of(run, seed)}"]
+    words.append(f"training.seed={seed}")
+    place = [f"run.dir={out}", f"run.name={folder_of(run, seed)}"]
     threads = str(max(1, os.cpu_count() // kept.AT_ONCE))
     ended = subprocess.run([sys.executable, *words, *place], cwd=ROOT, check=True, text=True,
                            stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": threads})
@@ -272,9 +263,7 @@ def end_of(record: dict, metric: str) -> float:
 
 # ---------------------------------------------------------------- effects and verdicts
 
-# Quantiles for half of a 95 % interval: {seeds: Student's}, and the normal one.
-STUDENT = {1: math.inf, 2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}
-NORMAL = 1.96
+NORMAL = 1.96  # its quantile for half of a 95 % interval
 
 
 @dataclass(frozen=True)
@@ -299,155 +288,219 @@ class Effect:
         return "holds" if self.difference > 0 else "the opposite"
 
 
-def effect_of(claim: Claim, known: dict, options: argparse.Namespace) -> Effect:
-    """Returns what came of the claim. There's an interval between questions only for shares whose
-    records count the right answers to each question."""
-    pairs = []
-    for seed in options.seeds:
-        more = known[title_of(claim.more, seed, options)]
-        less = known[title_of(claim.less, seed, options)]
-        pairs.append((more, less))
-    ends_of_more = [end_of(more, claim.metric) for more, _ in pairs]
-    ends_of_less = [end_of(less, claim.metric) for _, less in pairs]
-    differences = [a - b for a, b in zip(ends_of_more, ends_of_less)]
-    seeds = half_width_of(differences, STUDENT[len(pairs)])
+def records_of(run: str, known: dict) -> list[dict]:
+    titles = [f"{run} seed {seed}" for seed in range(MOST_SEEDS)]
+    return [known[title] for title in titles if title in known]
+
+
+def effect_of(claim: Claim, known: dict) -> Effect:
+    """Returns what came of the claim."""
+    more = records_of(claim.more, known)
+    less = records_of(claim.less, known)
+    ends_of_more = [end_of(record, claim.metric) for record in more]
+    ends_of_less = [end_of(record, claim.metric) for record in less]
     questions = None
-    if claim.metric in (SOLVED, HARDEST) and "right" in pairs[0][0]["curve"][0]:
-        questions = between_questions(pairs, claim.metric)
-    return Effect(
-        statistics.fmean(ends_of_more), statistics.fmean(ends_of_less), seeds, questions)
+    if claim.metric in (SOLVED, HARDEST):
+        questions = between_questions(more, less, claim.metric)
+    return Effect(statistics.fmean(ends_of_more), statistics.fmean(ends_of_less),
+                  between_seeds(ends_of_more, ends_of_less), questions)
 
 
-def half_width_of(values: list[float], quantile: float) -> float:
-    """Returns half the width of the interval of their mean."""
-    if len(values) < 2:
-        return math.inf
-    return quantile * statistics.stdev(values) / math.sqrt(len(values))
+def between_seeds(more: list[float], less: list[float]) -> float:
+    """Returns half the width of Welch's 95 % interval of the difference of means."""
+    of_more = statistics.variance(more) / len(more)
+    of_less = statistics.variance(less) / len(less)
+    variance = of_more + of_less  # of the difference
+    if variance == 0:
+        return 0.0
+    freedom = variance ** 2 / (of_more ** 2 / (len(more) - 1) + of_less ** 2 / (len(less) - 1))
+    return float(student.ppf(0.975, freedom)) * math.sqrt(variance)
 
 
-def between_questions(pairs: list[tuple[dict, dict]], metric: str) -> float:
-    """Returns half the width of the evaluation's own interval. Both runs of a seed answer the same
-    held-out questions, so each question gives one difference between two shares of right answers.
-    Questions of different seeds count as different questions."""
+def between_questions(more: list[dict], less: list[dict], metric: str) -> float:
+    """Returns half the width of the interval between questions. All seeds have the same held-out
+    questions, so each question gives one difference, of its mean shares over the seeds."""
+    shares_of_more = mean_shares(more, metric)
+    shares_of_less = mean_shares(less, metric)
     differences = []
-    for more, less in pairs:
-        shares_of_more = shares_of(more)
-        shares_of_less = shares_of(less)
-        places = hardest_of(more) if metric == HARDEST else range(len(shares_of_more))
-        differences += [shares_of_more[i] - shares_of_less[i] for i in places]
-    return half_width_of(differences, NORMAL)
+    for question in shares_of_more.keys() & shares_of_less.keys():
+        differences.append(shares_of_more[question] - shares_of_less[question])
+    return NORMAL * statistics.stdev(differences) / math.sqrt(len(differences))
+
+
+def mean_shares(records: list[dict], metric: str) -> dict[int, float]:
+    """Returns each question's mean share of right answers, over the runs in which it counts."""
+    shares: dict[int, list[float]] = {}
+    for record in records:
+        of_record = shares_of(record)
+        questions = range(len(of_record))
+        if metric == HARDEST:
+            questions = hardest_of(record)
+        for question in questions:
+            shares.setdefault(question, []).append(of_record[question])
+    return {question: statistics.fmean(values) for question, values in shares.items()}
 
 
 # ---------------------------------------------------------------- tables
 
-# What an evaluation measures besides `solved`, and how we print it.
-OTHERS = {"answer length": ".0f", "truncated": ".2f", "format": ".2f", ENTROPY: ".2f"}
-BEFORE = {DEFAULT: "lab model before training", TINY: "tiny model before training"}
 UNITS = {SOLVED: "", HARDEST: " of the hardest", WRONG: " characters", ENTROPY: " nats"}
 
 
-def show_runs(chosen: list[str], known: dict, options: argparse.Namespace) -> None:
-    """Prints means over seeds, and for each model a row from before training."""
-    print(f"| run | solved | {' | '.join(OTHERS)} | minutes |\n"
-          f"|{' --- |' * (len(OTHERS) + 3)}")
-    for run in chosen:
-        records = [known[title_of(run, seed, options)] for seed in options.seeds]
-        num_evaluations = min(len(record["curve"]) for record in records)
-        four = dict.fromkeys(round(third * (num_evaluations - 1) / 3) for third in range(4))
-        minutes = mean_or_empty([record["minutes"] for record in records], ".1f")
-        if run in BEFORE:
-            print(row_of(BEFORE[run], records, [0], ""))
-        print(row_of(run, records, list(four), minutes))
+def table(columns: Sequence[str], rows: list[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def row_of(title: str, records: list[dict], places: list[int], minutes: str) -> str:
-    """Returns `solved` at these places of the curves, and the other figures at the last place."""
-    solved = []
-    for i in places:
-        solved.append(mean_or_empty([record["curve"][i][SOLVED] for record in records], ".2f"))
-    cells = [title, " ".join(solved)]
-    for name, digits in OTHERS.items():
-        values = [record["curve"][places[-1]].get(name) for record in records]
-        cells.append(mean_or_empty(values, digits))
-    return f"| {' | '.join([*cells, minutes])} |"
-
-
-def mean_or_empty(values: list[float | None], digits: str) -> str:
-    measured = [value for value in values if value is not None]
-    return format(statistics.fmean(measured), digits) if measured else ""
-
-
-def show_claims(claims: list[Claim], known: dict, options: argparse.Namespace) -> dict:
-    """Prints a row for each claim. Returns {what it says: [the difference, its ±]}."""
-    print("\n| claim | should have more | should have less | difference | ± seeds | ± questions "
-          f"| verdict |\n|{' --- |' * 7}")
-    effects = {}
-    for claim in claims:
-        effect = effect_of(claim, known, options)
-        effects[claim.says] = [round(effect.difference, 4), round(effect.half_width, 4)]
+def table_of_claims(known: dict) -> str:
+    rows = []
+    for claim in CLAIMS:
         says = f"{claim.says} ([{claim.paper}])" if claim.paper else claim.says
+        effect = effect_of(claim, known)
         digits = 0 if claim.metric == WRONG else 3
         unit = UNITS[claim.metric]
-        questions = mean_or_empty([effect.questions], f".{digits}f")
-        verdict = effect.verdict
-        if verdict == "could be chance":
-            verdict += f", up to {effect.difference + effect.half_width:.{digits}f} could hide"
-        print(f"| {says} | {claim.more}: {effect.more:.{digits}f}{unit} "
-              f"| {claim.less}: {effect.less:.{digits}f}{unit} "
-              f"| {effect.difference:+.{digits}f} | {effect.seeds:.{digits}f} | {questions} "
-              f"| {verdict} |")
-    return effects
+        rows.append([says, f"{claim.more}: {effect.more:.{digits}f}{unit}",
+                     f"{claim.less}: {effect.less:.{digits}f}{unit}",
+                     *cells_of(effect, digits)])
+    return table(["claim", "should have more", "should have less", *COLUMNS], rows)
 
 
-# ---------------------------------------------------------------- the picture
+def guesses_about_claims(known: dict) -> str:
+    expected = PLAN["expected"]["claims"]
+    right = sum(effect_of(claim, known).verdict == expected[claim.says] for claim in CLAIMS)
+    return f"Before these runs, we had guessed {right} of {len(CLAIMS)} verdicts right."
+
+
+COLUMNS = ["difference", "± seeds", "± questions", "verdict"]
+
+
+def cells_of(effect: Effect, digits: int = 3) -> list[str]:
+    questions = "" if effect.questions is None else f"{effect.questions:.{digits}f}"
+    verdict = effect.verdict
+    if verdict == "could be chance":
+        verdict += f", up to {effect.difference + effect.half_width:.{digits}f} could hide"
+    return [f"{effect.difference:+.{digits}f}", f"{effect.seeds:.{digits}f}", questions, verdict]
+
+
+def table_of_changes(known: dict) -> str:
+    """Returns what each change of changes/ comes to, with what we expected after its first seed."""
+    rows = []
+    for name in CHANGES:
+        effect = effect_of(Claim(name, "", SOLVED, name, DEFAULT), known)
+        expected = PLAN["expected"]["ends higher than the default"][name]
+        rows.append([name, curve_of(name, known), *cells_of(effect), expected])
+    rows.append(["(the default)", curve_of(DEFAULT, known), "", "", "", "", ""])
+    return table(["change", "solved at 0, 20, 40, 60", *COLUMNS, "expected"], rows)
+
+
+def curve_of(run: str, known: dict) -> str:
+    return " ".join(f"{value:.3f}" for value in mean_curve(run, known))
+
+
+def mean_curve(run: str, known: dict) -> list[float]:
+    curves = [[entry[SOLVED] for entry in record["curve"]] for record in records_of(run, known)]
+    return [statistics.fmean(values) for values in zip(*curves)]
+
+
+STUDENTS = [run for run, keys in RUNS.items() if TEACHER in keys]
+
+
+def table_of_teachers(known: dict) -> str:
+    """Returns what the lab model has learned from rewards, and from a teacher, after each step."""
+    runs = [LAB_TEACHER, DEFAULT, *STUDENTS, SIL]
+    steps = [entry["step"] for entry in records_of(LAB_TEACHER, known)[0]["curve"]]
+    rows = []
+    for run in runs:
+        means = [f"{value:.3f}" for value in mean_curve(run, known)]
+        rows.append([run, *means, *[""] * (len(steps) - len(means))])
+    return table(["lab model, solved at step", *map(str, steps)], rows)
+
+
+def table_of_methods(known: dict) -> str:
+    methods = {"Dr. GRPO": DEFAULT, "with A divided by the standard deviation": STANDARD_DEVIATION,
+               "GRPO as published": PUBLISHED, "SIL": SIL}
+    rows = [["a right answer (1.0) and the right format (0.1)"], ["only a right answer"]]
+    for run in methods.values():
+        alone = ANSWER_PAYS if run == DEFAULT else f"{ANSWER_PAYS}, {run}"
+        for row, name in zip(rows, [run, alone]):
+            row.append(f"{mean_curve(name, known)[-1]:.2f}")
+    return table(["what earns a reward", *methods], rows)
+
+
+# What an evaluation measures besides `solved`, and how we print it.
+OTHERS = {"answer length": ".0f", "truncated": ".2f", "format": ".2f", ENTROPY: ".2f"}
+
+
+def table_of_runs(known: dict) -> str:
+    """Returns the means over the seeds of each run."""
+    rows = []
+    for run in RUNS:
+        records = records_of(run, known)
+        if not records:
+            continue
+        cells = [run, str(len(records)), " ".join(f"{x:.2f}" for x in mean_curve(run, known))]
+        for name, digits in OTHERS.items():
+            values = [record["curve"][-1][name] for record in records]
+            measured = [value for value in values if value is not None]
+            cells.append(format(statistics.fmean(measured), digits) if measured else "")
+        rows.append(cells)
+    return table(["run", "seeds", "solved at each evaluation", *OTHERS], rows)
+
+
+# {page: what it has of the results}
+TABLES = {
+    "README.md": [table_of_methods],
+    "docs/experiments.md": [table_of_claims, guesses_about_claims, table_of_teachers],
+    "docs/changing.md": [table_of_changes],
+}
+
+# ---------------------------------------------------------------- pictures
 
 # Of the first run of a panel, the second, and so on.
 COLOURS = ["#525252", "#d55e00", "#0072b2", "#009e73", "#cc79a7"]
-# {title of a panel: its runs}
-PANELS = {
-    "The answer pays 1.0, and the format 0.1": [
-        DEFAULT, MEAN, SIL, STANDARD_DEVIATION, PUBLISHED],
-    "Only the answer pays": [
-        ANSWER_PAYS,
-        *[f"{ANSWER_PAYS}, {run}" for run in (MEAN, SIL, STANDARD_DEVIATION, PUBLISHED)]],
-    "Who teaches": [LAB_TEACHER, SIL, DISTILLED, TEACHERS_ANSWERS],
-    "One half of the advantages": [
-        DEFAULT, "only positive advantages", "only negative advantages"],
-    "Four updates, twice the learning rate": [DEFAULT, "four updates, clipped", "four updates"],
-    "One change: right answers weigh a tenth": [TINY, TINY_CHANGED],
-    "The tiny model (up to 1.0, and 100 steps)": [
-        TINY, "shuffled rewards", "a hundred times the learning rate"],
+# {picture: {title of a panel: its runs}}
+PICTURES = {
+    "experiments.png": {
+        "The answer pays 1.0, and the format 0.1": [
+            DEFAULT, MEAN, SIL, STANDARD_DEVIATION, PUBLISHED],
+        "Only the answer pays": [
+            ANSWER_PAYS,
+            *[f"{ANSWER_PAYS}, {run}" for run in (MEAN, SIL, STANDARD_DEVIATION, PUBLISHED)]],
+        "One half of the advantages": [
+            DEFAULT, "only positive advantages", "only negative advantages"],
+        "Four updates, twice the learning rate": [
+            DEFAULT, "four updates, clipped", "four updates"],
+        "The tiny model (up to 1.0, and 100 steps)": [
+            TINY, "shuffled rewards", "a hundred times the learning rate"],
+    },
+    "teachers.png": {"Who teaches": [LAB_TEACHER, SIL, DISTILLED, TEACHERS_ANSWERS]},
+    "changing.png": {"One change: right answers weigh a tenth": [TINY, TINY_CHANGED]},
 }
 
 
-def draw(chosen: list[str], known: dict, options: argparse.Namespace) -> None:
-    """Draws the share solved by the chosen runs, in one panel for each entry of PANELS whose runs
-    were all chosen."""
-    panels = [(title, runs) for title, runs in PANELS.items() if set(runs) <= set(chosen)]
-    figure = Figure(figsize=(6, 2 * max(1, len(panels)) + 0.4), layout="constrained")
-    all_axes = figure.subplots(max(1, len(panels)), 1, squeeze=False)[:, 0]
-    for axes, (title, runs) in zip(all_axes, panels):
+def draw(path: Path, panels: dict[str, list[str]], known: dict) -> None:
+    """Draws the share solved by the runs, in one panel for each entry."""
+    figure = Figure(figsize=(6, 2 * len(panels) + 0.4), layout="constrained")
+    all_axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+    for axes, (title, runs) in zip(all_axes, panels.items()):
         axes.set_title(title, fontsize=13, fontweight="bold", loc="left")
         axes.set_ylim(0, 1 if TINY in runs else 0.5)
         axes.grid(alpha=0.3)
-        draw_runs(axes, runs, known, options)
-    curves = " (thin: one seed, thick: their mean)" if len(options.seeds) > 1 else ""
-    figure.supxlabel(f"training step, of 128 answers{curves}", fontsize=12)
+        draw_runs(axes, runs, known)
+    figure.supxlabel("training step, of 128 answers (thin: one seed, thick: their mean)",
+                     fontsize=12)
     figure.supylabel("share solved (lab model, unless stated)" if len(panels) > 1 else "solved",
                      fontsize=12)
-    figure.savefig(options.picture, dpi=160)
+    figure.savefig(path, dpi=160)
 
 
-def draw_runs(axes: Axes, runs: list[str], known: dict, options: argparse.Namespace) -> None:
+def draw_runs(axes: Axes, runs: list[str], known: dict) -> None:
     """Draws each seed of the runs thin and their mean thick. The legend has the mean's end."""
     for run, colour in zip(runs, COLOURS):
-        curves = []
-        for seed in options.seeds:
-            curve = known[title_of(run, seed, options)]["curve"]
-            steps = [entry["step"] for entry in curve]
-            curves.append([entry[SOLVED] for entry in curve])
-            axes.plot(steps, curves[-1], color=colour, linewidth=0.8, alpha=0.6)
-        means = [statistics.fmean(values) for values in zip(*curves)]
+        for record in records_of(run, known):
+            steps = [entry["step"] for entry in record["curve"]]
+            solved = [entry[SOLVED] for entry in record["curve"]]
+            axes.plot(steps, solved, color=colour, linewidth=0.8, alpha=0.6)
+        means = mean_curve(run, known)
         name = DEFAULT if run == ANSWER_PAYS else run.removeprefix(f"{ANSWER_PAYS}, ")
         label = textwrap.fill(f"{means[-1]:.2f}, {name}", width=24)
         axes.plot(steps, means, color=colour, linewidth=2.5, label=label)
@@ -457,37 +510,15 @@ def draw_runs(axes: Axes, runs: list[str], known: dict, options: argparse.Namesp
 
 # ---------------------------------------------------------------- the command
 
-def command(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--run", choices=RUNS, action="append", help="all, if you name none")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--out", default="runs/experiments", help="folder of the runs")
-    parser.add_argument("--data", type=Path, default=ROOT / "runs" / "experiments.json")
-    parser.add_argument("--show", action="store_true", help="run nothing, only show --data")
-    parser.add_argument("--picture", type=Path, help="where the curves are drawn")
-    parser.add_argument("keys", nargs="*", help="section.key=value, for every run")
-    options = parser.parse_intermixed_args(arguments)
-
-    chosen = options.run or list(RUNS)
-    if options.show:
-        known = kept.read(options.data)
-        chosen = [run for run in chosen
-                  if all(title_of(run, seed, options) in known for seed in options.seeds)]
-    else:
-        wanted = {title_of(run, seed, options): (run, seed)
-                  for run in chosen for seed in options.seeds}
-        for has_teacher in (False, True):  # Teachers are trained first.
-            these = {title: each for title, each in wanted.items()
-                     if (TEACHER in RUNS[each[0]]) == has_teacher}
-            known = kept.run_missing(
-                options.data, these, lambda each: record_of(*each, options))
-    show_runs(chosen, known, options)
-    claims = [claim for claim in CLAIMS if {claim.more, claim.less} <= set(chosen)]
-    effects = show_claims(claims, known, options)
-    if options.picture:
-        draw(chosen, known, options)
-    print(json.dumps(effects))
+def main() -> None:
+    known = kept.read(DATA)
+    for page, tables in TABLES.items():
+        for each in tables:
+            print(f"{page}\n\n{each(known)}\n")
+    print(f"All runs\n\n{table_of_runs(known)}")
+    for name, panels in PICTURES.items():
+        draw(DATA.parent / name, panels, known)
 
 
 if __name__ == "__main__":
-    command(sys.argv[1:])
+    main()

@@ -5,13 +5,13 @@
     .venv/bin/python bench/mistakes.py --guess
         trains the lab model with one that it doesn't name, and says at the end which it was
     .venv/bin/python bench/mistakes.py --table
-        the tables and the picture of docs/mistakes.md, from docs/mistakes.json
+        the tables and the picture of docs/mistakes.md, from docs/runs.json and
+        docs/gradients.json
     .venv/bin/python bench/mistakes.py --measure no-mean
         measures its gradient (all that the file lacks, if you name none)
 
 bench/runs.py makes the runs."""
 
-import argparse
 import contextlib
 import json
 import os
@@ -73,7 +73,7 @@ def import_main(tree: str) -> Any:
 def guess(arguments: list[str]) -> int:
     """Trains with a mistake that costs something, or with none, and without the telling checks."""
     hidden = ["default"]
-    for row in rows_of(json.loads(DATA.read_text())):
+    for row in rows_of(*known()):
         mistake = MISTAKES[row.name]
         # A mistake without code would be visible in config.yaml. Some only show on several ranks.
         if row.costs in COLOURS and mistake.has_code and mistake.ranks == 1:
@@ -142,10 +142,9 @@ def write_gradients(tree: str, name: str, path: str, arguments: list[str]) -> No
 
 # ---------------------------------------------------------------- all of them
 
-DATA = ROOT / "docs" / "mistakes.json"
+GRADIENTS = ROOT / "docs" / "gradients.json"
 RUNS = ROOT / "runs" / "mistakes"
 STEPS = 60
-OPTIONS = argparse.Namespace(keys=[], out="runs/mistakes", seeds=[0, 1, 2])
 BEFORE, AFTER = "before training", "after 20 steps"
 MODELS = {BEFORE: ROOT / "tiny" / "lab" / "model", AFTER: RUNS / "lab-20" / "best"}
 # These only show while weights move, but while a gradient is measured, the weights stay put. And
@@ -159,7 +158,7 @@ def command_of(name: str, tree: str) -> list[str]:
         MISTAKES[name].ranks, ["bench/mistakes.py", "--train", tree, name])
 
 
-def record_of(name: str, seed: int, options: argparse.Namespace) -> dict:
+def record_of(name: str, seed: int, out: str) -> dict:
     """Returns what docs/runs.json holds of a run."""
     import experiments
 
@@ -167,7 +166,7 @@ def record_of(name: str, seed: int, options: argparse.Namespace) -> dict:
     with tree_past_the_checks(name) as tree:
         _, *program = command_of(name, str(tree))
         keys = {experiments.PROGRAM: program, experiments.QUESTIONS: QUESTIONS // ranks}
-        record = experiments.record_of(name, seed, options, keys)
+        record = experiments.record_of(name, seed, out, keys)
     curve = record["curve"]
     record["curve"] = [entry for entry in curve if entry["step"] <= STEPS]
     record["as sampled"] = [entry["solved"] for entry in curve if entry["step"] > STEPS]
@@ -176,7 +175,7 @@ def record_of(name: str, seed: int, options: argparse.Namespace) -> dict:
 
 
 def gradient_figures(name: str, model: str) -> dict:
-    """Returns what docs/mistakes.json holds of a gradient."""
+    """Returns what docs/gradients.json holds of a gradient."""
     import gradients
 
     return gradients.figures_of(sketches_of(name, model), sketches_of("default", model))
@@ -216,10 +215,10 @@ def measure_missing(names: list[str]) -> None:
         for name in names:
             if name not in NO_GRADIENT:
                 gradients[f"{name} {model}"] = (name, model)
-    if not gradients.keys() <= kept.read(DATA).keys():
+    if not gradients.keys() <= kept.read(GRADIENTS).keys():
         for model in MODELS:
             sketches_of("default", model)  # The others are compared with it.
-        kept.run_missing(DATA, gradients, lambda each: gradient_figures(*each))
+        kept.run_missing(GRADIENTS, gradients, lambda each: gradient_figures(*each))
 
 
 # ---------------------------------------------------------------- the table and the picture
@@ -233,25 +232,25 @@ class Row:
     cosines: list[list | None]  # of the expected gradient, with half of its interval
 
 
-def solved(name: str, place: int, known: dict) -> list[float]:
-    """Returns what was solved at this place of the curve, for each seed."""
-    return [known[f"{name} seed {seed}"]["curve"][place]["solved"] for seed in OPTIONS.seeds]
-
-
-def rows_of(known: dict) -> list[Row]:
-    """Returns a row for each mistake whose runs are known, the costliest first."""
+def known() -> tuple[dict, dict]:
+    """Returns the runs, and the gradients."""
     import experiments
 
-    before = fmean(solved("default", 0, known))
+    return json.loads(experiments.DATA.read_text()), json.loads(GRADIENTS.read_text())
+
+
+def rows_of(runs: dict, gradients: dict) -> list[Row]:
+    """Returns a row for each mistake, the costliest first."""
+    import experiments
+
+    before = experiments.mean_curve(experiments.DEFAULT, runs)[0]
     rows = []
     for name in [*MEASURED, *COMPARED]:
-        if f"{name} seed 0" not in known:
-            continue
-        claim = experiments.Claim("", "", "solved", more=name, less="default")
-        effect = experiments.effect_of(claim, known, OPTIONS)
-        figures = [known.get(f"{name} {model}", {}) for model in MODELS]
+        claim = experiments.Claim("", "", "solved", more=name, less=experiments.DEFAULT)
+        effect = experiments.effect_of(claim, runs)
+        figures = [gradients.get(f"{name} {model}", {}) for model in MODELS]
         cosines = [each.get("cosine of many batches") for each in figures]
-        ends = solved(name, -1, known)
+        ends = [record["curve"][-1]["solved"] for record in experiments.records_of(name, runs)]
         rows.append(Row(name, effect, ends, cost_of(effect, before), cosines))
     return sorted(rows, key=lambda row: row.effect.more)
 
@@ -266,26 +265,35 @@ def cost_of(effect, before: float) -> str:
     return "everything" if gain_left < 0.25 else "something"
 
 
-def show_costs(rows: list[Row], known: dict) -> None:
+def show_costs(rows: list[Row], runs: dict) -> None:
     print("| mistake | what it costs | what the run reports |\n|" + " --- |" * 3)
     for row in rows:
         facts = MISTAKES[row.name].facts
-        print(f"| `{row.name}`, {facts['fault']} | {cost_in_words(row, known)} "
+        print(f"| `{row.name}`, {facts['fault']} | {cost_in_words(row, runs)} "
               f"| {facts.get('shown by', 'nothing')} |")
 
 
-def cost_in_words(row: Row, known: dict) -> str:
+def cost_in_words(row: Row, runs: dict) -> str:
     effect = row.effect
     words = f"{row.costs}: {effect.more:.3f} ({effect.difference:+.3f} ± {effect.half_width:.3f})"
     if row.costs == "could be chance":
         words += f"; up to {effect.half_width - effect.difference:.3f} could hide"
+    if len(row.ends) != 3:
+        words += f"; {len(row.ends)} seeds"
     if row.name in WAY_OF:
-        way = WAY_OF[row.name]
-        own = [known[f"{row.name} seed {seed}"]["as sampled"][0] for seed in OPTIONS.seeds]
-        default = [known[f"default seed {seed}"]["as sampled"][way] for seed in OPTIONS.seeds]
-        words += (f". Evaluated as it samples: {fmean(own):.3f}, and the default that way "
-                  f"{fmean(default):.3f}")
+        words += f". {evaluated_as_it_samples(row.name, runs)}"
     return words
+
+
+def evaluated_as_it_samples(name: str, runs: dict) -> str:
+    import experiments
+
+    own = [record["as sampled"][0] for record in experiments.records_of(name, runs)]
+    default = [record["as sampled"][WAY_OF[name]]
+               for record in experiments.records_of(experiments.DEFAULT, runs)]
+    half_width = experiments.between_seeds(own, default)
+    return (f"Evaluated as it samples: {fmean(own):.3f} ({fmean(own) - fmean(default):+.3f} ± "
+            f"{half_width:.3f} from the default that way)")
 
 
 def show_cosines(rows: list[Row]) -> None:
@@ -302,17 +310,17 @@ def as_text(cosine: list | None) -> str:
     return "lost in noise" if value is None else f"{value:.2f} ± {half:.2f}"
 
 
-def show_tables(known: dict) -> None:
-    """Prints what docs/mistakes.md has from its file, with an empty line between two tables."""
-    rows = rows_of(known)
+def show_tables(runs: dict, gradients: dict) -> None:
+    """Prints what docs/mistakes.md has of the results, with an empty line between two tables."""
+    rows = rows_of(runs, gradients)
     controls = [row for row in rows if row.name in COMPARED]
     wrong = [row for row in rows if row.name not in COMPARED]
-    show_costs(wrong, known)
+    show_costs(wrong, runs)
     num_right = sum(MISTAKES[row.name].facts["expected"] == row.costs for row in wrong)
     num_by_chance = sum(row.costs == "could be chance" for row in wrong)
     print(f"\nBefore the runs we had guessed {num_right} of {len(wrong)} costs right (and "
           f"{num_by_chance} by always guessing chance).\n")
-    show_costs(controls, known)
+    show_costs(controls, runs)
     print()
     show_cosines(rows)
 
@@ -321,14 +329,14 @@ COLOURS = {"everything": "#d55e00", "something": "#e69f00"}
 GREY = "#525252"  # of the others
 
 
-def draw(rows: list[Row], known: dict, path: Path) -> None:
+def draw(rows: list[Row], runs: dict, path: Path) -> None:
     """Draws what each mistake leaves of a run, with a circle for each seed."""
+    import experiments
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 0.34 * len(rows) + 1.2), layout="constrained")
     axes = figure.subplots()
-    before = fmean(solved("default", 0, known))
-    after = fmean(solved("default", -1, known))
+    before, *_, after = experiments.mean_curve(experiments.DEFAULT, runs)
     axes.axvline(before, color=GREY, linestyle=":", label="before training")
     axes.axvline(after, color=GREY, linestyle="--", label="without a mistake")
     places = range(len(rows), 0, -1)  # The first row is at the top.
@@ -357,9 +365,9 @@ def command(words: list[str]) -> int:
     elif first == "--measure":
         measure_missing(rest)
     elif first == "--table":
-        known = json.loads(DATA.read_text())
-        show_tables(known)
-        draw(rows_of(known), known, DATA.with_suffix(".png"))
+        runs, gradients = known()
+        show_tables(runs, gradients)
+        draw(rows_of(runs, gradients), runs, ROOT / "docs" / "mistakes.png")
     else:
         print(__doc__)
         return bool(words)

@@ -5,30 +5,22 @@
         stopped
     .venv/bin/python bench/runs.py --list
         what docs/runs.json has, and what it lacks
-    .venv/bin/python bench/runs.py --effects
-        the difference of each pair of runs that it has, with its interval
+    .venv/bin/python bench/runs.py 'G = 2 seed 0' 'dropout seed 1'
+        makes these runs again, in minutes, and compares each with ours
 
 bench/plan.json has the protocol, and what we expected. Both were committed before any result that
-wasn't known already.
-"""
+wasn't known already. bench/experiments.py and bench/mistakes.py show what came of it."""
 
 import argparse
-import json
-import math
-import statistics
 import sys
 
 import experiments
 import kept
 import mistakes
-from experiments import HARDEST, NORMAL, ROOT, RUNS, SOLVED, TEACHER, Claim, Effect
-from scipy.stats import t as student
+from experiments import DATA, PLAN, ROOT, RUNS, SOLVED, TEACHER
 
-PLAN = json.loads((ROOT / "bench" / "plan.json").read_text())
-DATA = ROOT / "docs" / "runs.json"
-OPTIONS = argparse.Namespace(keys=[], out="runs/all")
+OUT = "runs/all"
 AGAIN = " again"
-MOST_SEEDS = 9
 
 # ---------------------------------------------------------------- the runs
 
@@ -37,7 +29,7 @@ def planned() -> list[tuple[str, int]]:
     """Returns each run and its seed. All students learn from the teacher of seed 0."""
     names = [experiments.DEFAULT, experiments.LAB_TEACHER, *mistakes.MEASURED, *mistakes.COMPARED]
     for name in RUNS:
-        if name not in names and name not in PLAN["not made again"]:
+        if name not in names:
             names.append(name)
     wanted = []
     for name, seed in PLAN["made again as a check"].items():
@@ -51,81 +43,13 @@ def planned() -> list[tuple[str, int]]:
     return wanted
 
 
-def record_of(name: str, seed: int) -> dict:
+def record_of(name: str, seed: int, out: str = OUT) -> dict:
     name = name.removesuffix(AGAIN)
     if name == experiments.DEFAULT:  # This way, it's also evaluated with other sampling settings.
-        return mistakes.record_of("default", seed, OPTIONS)
+        return mistakes.record_of("default", seed, out)
     if name in mistakes.MISTAKES:
-        return mistakes.record_of(name, seed, OPTIONS)
-    return experiments.record_of(name, seed, OPTIONS)
-
-
-# ---------------------------------------------------------------- what comes of them
-
-def effect_of(claim: Claim, known: dict) -> Effect | None:
-    """Returns what came of the claim, or None if fewer than two seeds of a run are known."""
-    more = records_of(claim.more, known)
-    less = records_of(claim.less, known)
-    if min(len(more), len(less)) < 2:
-        return None
-    ends_of_more = [experiments.end_of(record, claim.metric) for record in more]
-    ends_of_less = [experiments.end_of(record, claim.metric) for record in less]
-    questions = None
-    if claim.metric in (SOLVED, HARDEST):
-        questions = between_questions(more, less, claim.metric)
-    return Effect(statistics.fmean(ends_of_more), statistics.fmean(ends_of_less),
-                  between_seeds(ends_of_more, ends_of_less), questions)
-
-
-def records_of(name: str, known: dict) -> list[dict]:
-    titles = [f"{name} seed {seed}" for seed in range(MOST_SEEDS)]
-    return [known[title] for title in titles if title in known]
-
-
-def between_seeds(more: list[float], less: list[float]) -> float:
-    """Returns half the width of Welch's 95 % interval of the difference of means."""
-    of_more = statistics.variance(more) / len(more)
-    of_less = statistics.variance(less) / len(less)
-    variance = of_more + of_less  # of the difference
-    if variance == 0:
-        return 0.0
-    freedom = variance ** 2 / (of_more ** 2 / (len(more) - 1) + of_less ** 2 / (len(less) - 1))
-    return float(student.ppf(0.975, freedom)) * math.sqrt(variance)
-
-
-def between_questions(more: list[dict], less: list[dict], metric: str) -> float:
-    """Returns half the width of the interval between questions. All seeds have the same held-out
-    questions, so each question gives one difference, of its mean shares over the seeds."""
-    shares_of_more = mean_shares(more, metric)
-    shares_of_less = mean_shares(less, metric)
-    differences = []
-    for question in shares_of_more.keys() & shares_of_less.keys():
-        differences.append(shares_of_more[question] - shares_of_less[question])
-    return experiments.half_width_of(differences, NORMAL)
-
-
-def mean_shares(records: list[dict], metric: str) -> dict[int, float]:
-    """Returns each question's mean share of right answers, over the runs in which it counts."""
-    shares: dict[int, list[float]] = {}
-    for record in records:
-        of_record = experiments.shares_of(record)
-        questions = range(len(of_record))
-        if metric == HARDEST:
-            questions = experiments.hardest_of(record)
-        for question in questions:
-            shares.setdefault(question, []).append(of_record[question])
-    return {question: statistics.fmean(values) for question, values in shares.items()}
-
-
-def show_effects(known: dict) -> None:
-    claims = [claim for claim in experiments.CLAIMS if claim.says in PLAN["expected"]["claims"]]
-    names = [*mistakes.MEASURED, *mistakes.COMPARED, *experiments.CHANGES]
-    claims += [Claim(name, "", SOLVED, name, experiments.DEFAULT) for name in names]
-    for claim in claims:
-        effect = effect_of(claim, known)
-        if effect:
-            print(f"{effect.difference:+.3f} ± {effect.half_width:.3f}  {effect.verdict}: "
-                  f"{claim.says}")
+        return mistakes.record_of(name, seed, out)
+    return experiments.record_of(name, seed, out)
 
 
 # ---------------------------------------------------------------- the command
@@ -138,24 +62,50 @@ def make_missing(wanted: dict[str, tuple[str, int]]) -> None:
     known = kept.run_missing(DATA, others, lambda each: record_of(*each))
     if students.keys() <= known.keys():
         return
-    teacher = ROOT / OPTIONS.out / experiments.folder_of(experiments.LAB_TEACHER, 0)
-    if not (teacher / "summary.json").exists():  # It's known, but was made on another machine.
-        record_of(experiments.LAB_TEACHER, 0)
+    make_teacher(OUT)
     kept.run_missing(DATA, students, lambda each: record_of(*each))
 
 
+def make_teacher(out: str) -> None:
+    """Makes the teacher's weights, which no file of results has, if they aren't there."""
+    teacher = ROOT / out / experiments.folder_of(experiments.LAB_TEACHER, 0)
+    if not (teacher / "summary.json").exists():
+        record_of(experiments.LAB_TEACHER, 0, out)
+
+
+def make_again(chosen: list[tuple[str, int]], ours: dict, out: str) -> None:
+    """Makes these runs, and prints what each of them and ours solved."""
+    for name, seed in chosen:
+        title = f"{name} seed {seed}"
+        if TEACHER in RUNS.get(name, {}):
+            make_teacher(out)
+        solved = solved_by(record_of(name, seed, out))
+        print(f"{title} solved {solved}", flush=True)
+        if title in ours:
+            print(f"ours solved {solved_by(ours[title])}", flush=True)
+
+
+def solved_by(record: dict) -> dict[int, float]:
+    """Returns {step: the share solved}."""
+    return {entry["step"]: entry[SOLVED] for entry in record["curve"]}
+
+
 def main(words: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--list", action="store_true")
-    parser.add_argument("--effects", action="store_true")
-    options = parser.parse_args(words)
     known = kept.read(DATA)
     wanted = {f"{name} seed {seed}": (name, seed) for name, seed in planned()}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--out", default="runs/again", help="folder of runs made again")
+    parser.add_argument("run", nargs="*", metavar="'NAME seed SEED'")
+    options = parser.parse_args(words)
+    for title in options.run:
+        if title not in wanted:
+            parser.error(f"there is no run {title!r}. --list has all of them")
     if options.list:
         for title in wanted:
             print("there  " if title in known else "missing", title)
-    elif options.effects:
-        show_effects(known)
+    elif options.run:
+        make_again([wanted[title] for title in options.run], known, options.out)
     else:
         make_missing(wanted)
 

@@ -2,11 +2,15 @@
 so it is the same on any computer. And the measurements of bench/ run."""
 
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
 
+import experiments
+import mistakes
 import pytest
+import runs
 from conftest import (
     PROMPTS,
     VOCABULARY,
@@ -105,10 +109,6 @@ FEW = ["training.max_steps=1", "training.num_samples_per_step=2", "data.num_vali
     ["step.py", "--steps", "1", "--endless", "--shape", "small", *FEW],
     pytest.param(["mistakes.py", "--gradients", str(ROOT), "no-mean", "{}/sketches", *FEW],
                  marks=pytest.mark.soak),
-    pytest.param(["experiments.py", "--run", "divided by the mean (MaxRL)", "--run",
-                  "Dr. GRPO, G = 8", "--seeds", "1", "--out", "{}", "--data", "{}/data.json",
-                  "--picture", "{}/picture.png", *FEW],
-                 marks=pytest.mark.soak),
     pytest.param(["changed.py", "mistakes/punished", "run.dir={}", *FEW], marks=pytest.mark.soak),
     pytest.param(["speedrun.py", "--seeds", "1", "--target", "1.0", *FEW],
                  marks=pytest.mark.soak),
@@ -120,5 +120,18 @@ def test_each_measurement_runs_and_ends_with_one_json_line(command, tmp_path):
 
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout.splitlines()[-1])
-    if "--picture" in command:
-        assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.soak
+def test_runs_of_the_small_models_are_made_again_and_compared(monkeypatch, tmp_path, capsys):
+    few = dict(each.split("=") for each in FEW)
+    monkeypatch.setattr(experiments, "USUAL", experiments.USUAL | few)
+    monkeypatch.setattr(mistakes, "STEPS", 1)
+
+    runs.main(["--out", str(tmp_path), "no-mean seed 1", "Dr. GRPO, G = 8 seed 1"])
+
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(" solved ")[0] for line in lines] == [
+        "no-mean seed 1", "ours", "Dr. GRPO, G = 8 seed 1", "ours"]
+    for line in lines[::2]:  # What comes after the last step isn't part of the curve.
+        assert re.fullmatch(r".* solved \{0: [\d.]+, 1: [\d.]+\}", line)

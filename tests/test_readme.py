@@ -7,6 +7,7 @@ import re
 import shlex
 from pathlib import Path
 
+import experiments
 import mistakes
 import pytest
 from conftest import run_without_curves
@@ -116,12 +117,21 @@ def test_all_code_in_the_readme_stands_in_main_py_in_this_order():
                 place = source.index(f"{line}\n", place)
 
 
-def test_the_tables_of_mistakes_are_those_of_their_file(capsys):
-    mistakes.show_tables(json.loads(mistakes.DATA.read_text()))
+@pytest.mark.parametrize("page", experiments.TABLES)
+def test_the_tables_of_a_page_come_from_the_runs(page):
+    runs = json.loads(experiments.DATA.read_text())
+    text = " ".join((ROOT / page).read_text().split())
+    for each in experiments.TABLES[page]:
+        assert " ".join(each(runs).split()) in text
+
+
+def test_the_tables_of_mistakes_come_from_the_runs(capsys):
+    mistakes.show_tables(*mistakes.known())
     tables = capsys.readouterr().out.split("\n\n")
     assert len(tables) == 4
+    text = " ".join((ROOT / "docs" / "mistakes.md").read_text().split())
     for table in tables:
-        assert table in (ROOT / "docs" / "mistakes.md").read_text()
+        assert " ".join(table.split()) in text
 
 
 def show_first_group(folder: str, *arguments: str):
