@@ -243,7 +243,6 @@ def rows_of(runs: dict, gradients: dict) -> list[Row]:
     """Returns a row for each mistake, the costliest first."""
     import experiments
 
-    before = experiments.mean_curve(experiments.DEFAULT, runs)[0]
     rows = []
     for name in [*MEASURED, *COMPARED]:
         claim = experiments.Claim("", "", "solved", more=name, less=experiments.DEFAULT)
@@ -251,18 +250,24 @@ def rows_of(runs: dict, gradients: dict) -> list[Row]:
         figures = [gradients.get(f"{name} {model}", {}) for model in MODELS]
         cosines = [each.get("cosine of many batches") for each in figures]
         ends = [record["curve"][-1]["solved"] for record in experiments.records_of(name, runs)]
-        rows.append(Row(name, effect, ends, cost_of(effect, before), cosines))
+        rows.append(Row(name, effect, ends, cost_of(name, effect, runs), cosines))
     return sorted(rows, key=lambda row: row.effect.more)
 
 
-def cost_of(effect, before: float) -> str:
+def cost_of(name: str, effect: Any, runs: dict) -> str:
     """Returns what the mistake costs: everything, if not even a quarter of the gain is left."""
+    import experiments
+
     if effect.verdict == "could be chance":
         return "could be chance"
     if effect.verdict == "holds":
         return "nothing, it ends higher"
-    gain_left = (effect.more - before) / (effect.less - before)
-    return "everything" if gain_left < 0.25 else "something"
+    gains = []
+    for run in (name, experiments.DEFAULT):
+        before, *_, after = experiments.mean_curve(run, runs)
+        gains.append(after - before)
+    gain, usual_gain = gains
+    return "everything" if gain < 0.25 * usual_gain else "something"
 
 
 def show_costs(rows: list[Row], runs: dict) -> None:
