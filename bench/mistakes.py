@@ -73,7 +73,7 @@ def import_main(tree: str) -> Any:
 def guess(arguments: list[str]) -> int:
     """Trains with a mistake that costs something, or with none, and without the telling checks."""
     hidden = ["default"]
-    for row in rows_of(*known()):
+    for row in rows_of(*results()):
         mistake = MISTAKES[row.name]
         # A mistake without code would be visible in config.yaml. Some only show on several ranks.
         if row.costs in COLOURS and mistake.has_code and mistake.ranks == 1:
@@ -206,19 +206,20 @@ def measure_missing(names: list[str]) -> None:
     import kept
 
     RUNS.mkdir(parents=True, exist_ok=True)
-    if not (RUNS / "lab-20" / "summary.json").exists():
-        run_python([sys.executable, "main.py", *LAB, "training.max_steps=20", "run.name=lab-20",
-                    "run.dir=runs/mistakes"])
     names = ["default", *(names or [*MEASURED, *COMPARED])]
     gradients = {}
     for model in MODELS:
         for name in names:
             if name not in NO_GRADIENT:
                 gradients[f"{name} {model}"] = (name, model)
-    if not gradients.keys() <= kept.read(GRADIENTS).keys():
-        for model in MODELS:
-            sketches_of("default", model)  # The others are compared with it.
-        kept.run_missing(GRADIENTS, gradients, lambda each: gradient_figures(*each))
+    if gradients.keys() <= kept.read(GRADIENTS).keys():
+        return
+    if not (RUNS / "lab-20" / "summary.json").exists():
+        run_python([sys.executable, "main.py", *LAB, "training.max_steps=20", "run.name=lab-20",
+                    "run.dir=runs/mistakes"])
+    for model in MODELS:
+        sketches_of("default", model)  # The others are compared with it.
+    kept.run_missing(GRADIENTS, gradients, lambda each: gradient_figures(*each))
 
 
 # ---------------------------------------------------------------- the table and the picture
@@ -232,7 +233,7 @@ class Row:
     cosines: list[list | None]  # of the expected gradient, with half of its interval
 
 
-def known() -> tuple[dict, dict]:
+def results() -> tuple[dict, dict]:
     """Returns the runs, and the gradients."""
     import experiments
 
@@ -262,12 +263,17 @@ def cost_of(name: str, effect: Any, runs: dict) -> str:
         return "could be chance"
     if effect.verdict == "holds":
         return "nothing, it ends higher"
-    gains = []
-    for run in (name, experiments.DEFAULT):
-        before, *_, after = experiments.mean_curve(run, runs)
-        gains.append(after - before)
-    gain, usual_gain = gains
+    gain = gain_of(name, runs)
+    usual_gain = gain_of(experiments.DEFAULT, runs)
     return "everything" if gain < 0.25 * usual_gain else "something"
+
+
+def gain_of(run: str, runs: dict) -> float:
+    """Returns by how much its share of solved questions rose, as the mean over seeds."""
+    import experiments
+
+    before, *_, after = experiments.mean_curve(run, runs)
+    return after - before
 
 
 def show_costs(rows: list[Row], runs: dict) -> None:
@@ -291,6 +297,7 @@ def cost_in_words(row: Row, runs: dict) -> str:
 
 
 def evaluated_as_it_samples(name: str, runs: dict) -> str:
+    """Returns what it solves in the end with its own sampling settings, next to the default."""
     import experiments
 
     own = [record["as sampled"][0] for record in experiments.records_of(name, runs)]
@@ -298,7 +305,7 @@ def evaluated_as_it_samples(name: str, runs: dict) -> str:
                for record in experiments.records_of(experiments.DEFAULT, runs)]
     half_width = experiments.between_seeds(own, default)
     return (f"Evaluated as it samples: {fmean(own):.3f} ({fmean(own) - fmean(default):+.3f} ± "
-            f"{half_width:.3f} from the default that way)")
+            f"{half_width:.3f} between seeds, from the default that way)")
 
 
 def show_cosines(rows: list[Row]) -> None:
@@ -323,8 +330,8 @@ def show_tables(runs: dict, gradients: dict) -> None:
     show_costs(wrong, runs)
     num_right = sum(MISTAKES[row.name].facts["expected"] == row.costs for row in wrong)
     num_by_chance = sum(row.costs == "could be chance" for row in wrong)
-    print(f"\nBefore the runs we had guessed {num_right} of {len(wrong)} costs right (and "
-          f"{num_by_chance} by always guessing chance).\n")
+    print(f"\nBefore the first runs of each mistake, we had guessed {num_right} of {len(wrong)} "
+          f"costs right (and {num_by_chance} by always guessing chance).\n")
     show_costs(controls, runs)
     print()
     show_cosines(rows)
@@ -370,7 +377,7 @@ def command(words: list[str]) -> int:
     elif first == "--measure":
         measure_missing(rest)
     elif first == "--table":
-        runs, gradients = known()
+        runs, gradients = results()
         show_tables(runs, gradients)
         draw(rows_of(runs, gradients), runs, ROOT / "docs" / "mistakes.png")
     else:

@@ -6,10 +6,11 @@
     .venv/bin/python bench/runs.py --list
         what docs/runs.json has, and what it lacks
     .venv/bin/python bench/runs.py 'G = 2 seed 0' 'dropout seed 1'
-        makes these runs again, in minutes, and compares each with ours
+        makes these runs in runs/again, in minutes, and compares each with ours
 
-bench/plan.json has the protocol, and what we expected. Both were committed before any result that
-wasn't known already. bench/experiments.py and bench/mistakes.py show what came of it."""
+bench/plan.json has the protocol, and what we expected. It was committed before any result that
+wasn't known already, but for the seeds that its own rule added. bench/experiments.py and
+bench/mistakes.py show what came of it."""
 
 import argparse
 import sys
@@ -44,6 +45,7 @@ def planned() -> list[tuple[str, int]]:
 
 
 def record_of(name: str, seed: int, out: str = OUT) -> dict:
+    """Returns what docs/runs.json holds of a run."""
     name = name.removesuffix(AGAIN)
     if name == experiments.DEFAULT:  # This way, it's also evaluated with other sampling settings.
         return mistakes.record_of("default", seed, out)
@@ -67,7 +69,7 @@ def make_missing(wanted: dict[str, tuple[str, int]]) -> None:
 
 
 def make_teacher(out: str) -> None:
-    """Makes the teacher's weights, which no file of results has, if they aren't there."""
+    """Trains the teacher, if its weights aren't there."""
     teacher = ROOT / out / experiments.folder_of(experiments.LAB_TEACHER, 0)
     if not (teacher / "summary.json").exists():
         record_of(experiments.LAB_TEACHER, 0, out)
