@@ -304,8 +304,8 @@ def evaluated_as_it_samples(name: str, runs: dict) -> str:
     default = [record["as sampled"][WAY_OF[name]]
                for record in experiments.records_of(experiments.DEFAULT, runs)]
     half_width = experiments.between_seeds(own, default)
-    return (f"Evaluated as it samples: {fmean(own):.3f} ({fmean(own) - fmean(default):+.3f} ± "
-            f"{half_width:.3f} between seeds, from the default that way)")
+    return (f"Evaluated as it samples: {fmean(own):.3f}, and the default that way "
+            f"{fmean(default):.3f} ({fmean(own) - fmean(default):+.3f} ± {half_width:.3f})")
 
 
 def show_cosines(rows: list[Row]) -> None:
