@@ -71,7 +71,8 @@ def import_main(tree: str) -> Any:
 # ---------------------------------------------------------------- to play with
 
 def guess(arguments: list[str]) -> int:
-    """Trains with a mistake that costs something, or with none, and without the telling checks."""
+    """Trains with a mistake that costs something, or with none, and without checks that would end
+    the run. The report of step 1 may still give a hint."""
     hidden = ["default"]
     for row in rows_of(*results()):
         mistake = MISTAKES[row.name]

@@ -7,6 +7,7 @@ import experiments
 import mistakes
 import pytest
 from experiments import HARDEST, SOLVED, Claim
+from scipy.stats import t as student
 
 ANSWERS, QUESTIONS = 4, 40
 
@@ -44,13 +45,10 @@ def test_an_effect_takes_the_wider_of_two_intervals(known):
     bads = [known[f"bad seed {seed}"] for seed in range(3)]
     ends = [[record["curve"][1]["solved"] for record in records] for records in (goods, bads)]
     assert effect.difference == pytest.approx(fmean(ends[0]) - fmean(ends[1]))
-    # Student's quantile for the degrees of freedom that Welch's formula gives here.
+    # Welch's formula for the degrees of freedom.
     parts = [stdev(values) ** 2 / len(values) for values in ends]
     freedom = sum(parts) ** 2 / (parts[0] ** 2 / 8 + parts[1] ** 2 / 2)
-    ratio = effect.seeds / sum(parts) ** 0.5
-    quantiles = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 8: 2.306, 10: 2.228}
-    assert quantiles[max(n for n in quantiles if n <= freedom)] >= ratio > 1.96
-    assert ratio > quantiles[min(n for n in quantiles if n >= freedom)]
+    assert effect.seeds == pytest.approx(student.ppf(0.975, freedom) * sum(parts) ** 0.5)
 
     differences = []
     for question in range(QUESTIONS):
