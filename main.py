@@ -20,9 +20,9 @@ answers are right, the mean reward is 0.35, so a right answer has the advantage 
 one -0.25. A step has 2 ranks x 8 questions x 8 answers = 128 answers of at most 192 tokens each. So
 the loss is a sum with a term for each token: -0.75 / (128 x 192) * log-probability in these right
 answers, and +0.25 / (128 x 192) * log-probability in these wrong ones. A step down the loss makes
-right answers more likely. After 60 steps, two minutes on two CPU cores, a 1.4 M-parameter model
-that already knew the format has gone from 39 % to 97 % right answers to questions it never trained
-on.
+right answers more likely. After 60 steps, two or three minutes on two CPU cores, a 1.4 M-parameter
+model that already knew the format has gone from 39 % to 97 % right answers to questions it never
+trained on.
 
 This is Dr. GRPO, "GRPO done right" (Liu et al. 2025), with one update per batch. Compared with GRPO
 as it was published, four things are deleted. Keys of config.yaml bring them back. The code is in
