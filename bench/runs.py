@@ -37,7 +37,8 @@ def planned() -> list[tuple[str, int]]:
         wanted.append((name + AGAIN, seed))
     for seed in PLAN["seeds"]:
         for name in names:
-            wanted.append((name, seed))
+            if seed == 0 or name not in PLAN["one seed"]:
+                wanted.append((name, seed))
     for name, seeds in PLAN["more seeds"].items():
         for seed in seeds:
             wanted.append((name, seed))
