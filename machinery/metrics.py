@@ -224,7 +224,9 @@ def grading_metrics(task: Task, groups: list[list]) -> dict[str, float]:
     """Grades a few answers twice more. Returns the share whose reward isn't what training used, or
     nan if the reward is random, so that two gradings may differ. Collective."""
     sums = {"graded": 0, "wrong": 0, "random": 0}
-    for group in groups[:GROUPS_GRADED_AGAIN]:
+    # Where all rewards are equal, exchanging them would change nothing.
+    most_spread = sorted(groups, key=spread_of_rewards, reverse=True)
+    for group in most_spread[:GROUPS_GRADED_AGAIN]:
         ranked = sorted(group, key=lambda answer: answer.reward)
         for answer in (ranked[0], ranked[-1]):
             parts = grade(task, answer.completion, answer.question.row)
@@ -236,6 +238,11 @@ def grading_metrics(task: Task, groups: list[list]) -> dict[str, float]:
     sums = sum_over_ranks(sums)
     wrong = math.nan if sums["random"] else share(sums["wrong"], sums["graded"])
     return {"graded_wrongly": wrong}
+
+
+def spread_of_rewards(group: list) -> float:
+    rewards = [answer.reward for answer in group]
+    return max(rewards) - min(rewards)
 
 
 def share(part: float, whole: float) -> float:

@@ -341,6 +341,23 @@ def test_the_report_believes_neither_the_advantages_nor_the_rewards_of_the_code(
     assert NOTHING_OFF not in said
 
 
+def test_exchanged_rewards_are_found_where_few_groups_have_different_ones(one_rank):
+    """Exchanging equal rewards changes nothing, so groups of equal rewards can't show it."""
+    task = SimpleNamespace(
+        REWARD_WEIGHTS={"style": 1.0}, SOLVED="style",
+        reward_function=lambda completion, row: {"style": float(completion == "good")})
+    groups = []
+    for texts in [["bad", "bad"]] * 9 + [["bad", "good"]]:
+        group = []
+        for text, graded in zip(texts, reversed(texts), strict=True):
+            parts = task.reward_function(graded, {})
+            group.append(main.Trajectory(
+                main.Question({}, []), [0], text, False, parts, parts["style"]))
+        groups.append(group)
+
+    assert grading_metrics(task, groups)["graded_wrongly"] == 2 / 8
+
+
 def test_a_random_reward_is_not_called_wrong(one_rank):
     """A fair coin: of two gradings, every second pair agrees."""
     stream = random.Random(0)
