@@ -417,36 +417,6 @@ def table_of_methods(known: dict) -> str:
     return table(["what earns a reward", *METHODS], [both, alone])
 
 
-def table_of_changes(known: dict) -> str:
-    """Returns where each change of changes/ ends, if it should end higher than the default."""
-    rows = [["the default", curve_of(DEFAULT, known), "", "", "", "", ""]]
-    for name in CHANGES:
-        effect = effect_of(Claim("", "", SOLVED, name, DEFAULT), known)
-        expected = PLAN["expected"]["ends higher than the default"][name]
-        rows.append([name, curve_of(name, known), *cells_of(effect, 3), expected])
-    columns = [*COLUMNS[:-1], "ends higher?", "expected after seed 0"]
-    return table(["change", "solved at steps 0, 20, 40 and 60", *columns], rows)
-
-
-def curve_of(run: str, known: dict) -> str:
-    """Returns what was solved at each evaluation, as one cell."""
-    return " ".join(f"{value:.3f}" for value in mean_curve(run, known))
-
-
-STUDENTS = [run for run, keys in RUNS.items() if TEACHER in keys]
-
-
-def table_of_teachers(known: dict) -> str:
-    """Returns what the lab model solves after each step, without and with a teacher."""
-    steps = [entry["step"] for entry in records_of(LAB_TEACHER, known)[0]["curve"]]
-    rows = []
-    for run in (DEFAULT, LAB_TEACHER, *STUDENTS, SIL):
-        means = [f"{value:.3f}" for value in mean_curve(run, known)]
-        empty = [""] * (len(steps) - len(means))
-        rows.append([run, str(len(records_of(run, known))), *means, *empty])
-    return table(["lab model, solved at step", "seeds", *map(str, steps)], rows)
-
-
 # What an evaluation measures besides `solved`, and how we print it.
 OTHERS = {"answer length": ".0f", "truncated": ".2f", "format": ".2f", ENTROPY: ".2f"}
 
@@ -471,8 +441,7 @@ def table_of_runs(known: dict) -> str:
 # {page: what it has of the results}
 TABLES = {
     "README.md": [table_of_methods],
-    "docs/experiments.md": [table_of_claims, guesses_about_claims, table_of_teachers],
-    "docs/changing.md": [table_of_changes],
+    "docs/experiments.md": [table_of_claims, guesses_about_claims],
 }
 
 # ---------------------------------------------------------------- pictures

@@ -279,16 +279,21 @@ def gain_of(run: str, runs: dict) -> float:
 
 
 def show_costs(rows: list[Row], runs: dict) -> None:
-    print("| mistake | what it costs | what the run reports |\n|" + " --- |" * 3)
+    print("| mistake | how much of the gain it costs | what the run reports |\n|" + " --- |" * 3)
     for row in rows:
         facts = MISTAKES[row.name].facts
         print(f"| `{row.name}`, {facts['fault']} | {cost_in_words(row, runs)} "
               f"| {facts.get('shown by', 'nothing')} |")
 
 
+# Of a cost, what the tables call it.
+IN_WORDS = {"everything": "most of it", "something": "part of it",
+            "could be chance": "could be chance", "nothing, it ends higher": "nothing, it ends higher"}
+
+
 def cost_in_words(row: Row, runs: dict) -> str:
     effect = row.effect
-    words = f"{row.costs}: {effect.more:.3f} ({effect.difference:+.3f} ± {effect.half_width:.3f})"
+    words = f"{IN_WORDS[row.costs]}: {effect.more:.3f} ({effect.difference:+.3f} ± {effect.half_width:.3f})"
     if row.costs == "could be chance":
         words += f"; up to {effect.half_width - effect.difference:.3f} could hide"
     if len(row.ends) != 3:
@@ -313,9 +318,23 @@ def evaluated_as_it_samples(name: str, runs: dict) -> str:
 def show_cosines(rows: list[Row]) -> None:
     print("| mistake | cosine before training | for the default's model after 20 steps |\n|"
           + " --- |" * 3)
+    others = []
     for row in rows:
-        if any(row.cosines):
+        if not any(row.cosines):
+            continue
+        if any(map(is_below_1, row.cosines)):
             print(f"| `{row.name}` | {' | '.join(map(as_text, row.cosines))} |")
+        else:
+            others.append(f"`{row.name}`")
+    print(f"\nNo difference from 1 could be seen for {', '.join(others)}.")
+
+
+def is_below_1(cosine: list | None) -> bool:
+    """Returns whether its interval excludes 1, or noise hides it."""
+    if cosine is None:
+        return False
+    value, half = cosine
+    return value is None or value + max(half, 0.005) < 1
 
 
 def as_text(cosine: list | None) -> str:

@@ -128,7 +128,7 @@ def test_the_tables_of_a_page_come_from_the_runs(page):
 def test_the_tables_of_mistakes_come_from_the_runs(capsys):
     mistakes.show_tables(*mistakes.results())
     tables = capsys.readouterr().out.split("\n\n")
-    assert len(tables) == 4
+    assert len(tables) == 5
     text = " ".join((ROOT / "docs" / "mistakes.md").read_text().split())
     for table in tables:
         assert " ".join(table.split()) in text
