@@ -324,7 +324,8 @@ class Logger:
 
     def _draw_curve(self, axis: Any, metric: str, **style: Any) -> None:
         """Draws a metric over the steps, with its 95 % interval where there is one."""
-        entries = [entry for entry in self.history if metric in entry]
+        # A number that wasn't finite is None.
+        entries = [entry for entry in self.history if entry.get(metric) is not None]
         values = [entry[metric] for entry in entries]
         ends = []
         for end in ("low", "high"):
@@ -385,7 +386,8 @@ def step_line(step: int, metrics: dict[str, float | None]) -> str:
     if metrics.get("kl") is not None and "teacher_lower" in metrics:
         note = f"KL {metrics['kl']:.2g}"  # With a teacher, rewards aren't the signal.
     if metrics["non_finite"]:
-        note = "skipped: not finite"
+        note = f"stopped after {metrics['updated']} updates" if metrics["updated"] else "skipped"
+        note += ": not finite"
     elif not metrics["updated"]:
         note = "nothing to learn from"
     seconds = sum(metrics[name] for name in metrics if name.startswith("seconds/"))

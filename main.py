@@ -583,8 +583,9 @@ def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
         if training.has_reference:
             reference = make_policy(teacher or make_reference(model, config), config)
     with log.phase("prepare"):
-        # A run resumes with the questions and the teacher that it began with, or not at all.
-        folder.check_data(training_rows, validation_rows, teacher)
+        # A run resumes with the questions, the teacher and the frozen weights that it began with,
+        # or not at all.
+        folder.check_data(training_rows, validation_rows, model, teacher)
         policy = make_policy(model, config)
         if training.shard:  # Each rank keeps a part of every weight.
             policy = Sharded(policy)

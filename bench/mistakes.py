@@ -288,12 +288,14 @@ def show_costs(rows: list[Row], runs: dict) -> None:
 
 # Of a cost, what the tables call it.
 IN_WORDS = {"everything": "most of it", "something": "part of it",
-            "could be chance": "could be chance", "nothing, it ends higher": "nothing, it ends higher"}
+            "could be chance": "could be chance",
+            "nothing, it ends higher": "nothing, it ends higher"}
 
 
 def cost_in_words(row: Row, runs: dict) -> str:
     effect = row.effect
-    words = f"{IN_WORDS[row.costs]}: {effect.more:.3f} ({effect.difference:+.3f} ± {effect.half_width:.3f})"
+    difference = f"{effect.difference:+.3f} ± {effect.half_width:.3f}"
+    words = f"{IN_WORDS[row.costs]}: {effect.more:.3f} ({difference})"
     if row.costs == "could be chance":
         words += f"; up to {effect.half_width - effect.difference:.3f} could hide"
     if len(row.ends) != 3:

@@ -32,7 +32,7 @@ REMEDY_OF_PHASE = {
     "score": "the task's reward function needs this memory, so make it use less",
     "learn": LEARN_IN_LESS_MEMORY,
     "measure": LEARN_IN_LESS_MEMORY,
-    "save": "saving needs 2 GB of RAM, or more if the largest tensor is larger: free that much",
+    "save": "saving needs 2 GB of memory, or more if the largest tensor is larger: free that much",
 }
 KILLED = (
     "exit code -9 (SIGKILL) usually means that the computer ran out of memory: lower "

@@ -115,7 +115,7 @@ def join() -> None:
     if DEVICE.type == "cuda":
         prepare_gpu()
     elif LOCAL_WORLD_SIZE > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
-        # torchrun gives each rank a single thread, unless the user has set OMP_NUM_THREADS.
+        # torchrun sets OMP_NUM_THREADS to 1, unless the user has set it to something else.
         has_affinity = hasattr(os, "sched_getaffinity")  # macOS doesn't have it.
         num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
         torch.set_num_threads(max(1, num_cores // LOCAL_WORLD_SIZE))

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self, TextIO
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from machinery.code import MAIN, TASK, Code, changed_files, digest_of
 from machinery.errors import OUT_OF_RANGE, SharedError, UserError, as_user_error
 from machinery.ranks import DEVICE, RANK, errors_on_all_ranks, gather
-from machinery.settings import VERSION, Config, default_run_name, experiment
+from machinery.settings import VERSION, Config, default_run_name, experiment, flatten
 from machinery.sharding import fill, gathered
 from machinery.tasks import describe_data
 
@@ -58,9 +58,7 @@ class RunFolder:
 
     def __enter__(self) -> Self:
         """Claims the folder, and finds the newest checkpoint in it. Collective."""
-        if len(set(gather(self.code_digest))) > 1:
-            raise SharedError("the ranks run different code: make sure that main.py and the "
-                              "file that task.name names are the same on all machines")
+        refuse_different_ranks(self.code_digest, self.config)
         steps = gather(newest_step(self.path))
         with errors_on_all_ranks():
             if RANK == 0:
@@ -125,23 +123,27 @@ class RunFolder:
             self.write(name, text)
 
     def check_data(
-        self, training: list[dict], validation: list[dict], teacher: nn.Module | None
+        self, training: list[dict], validation: list[dict],
+        model: nn.Module, teacher: nn.Module | None
     ) -> None:
-        """Refuses rows or a teacher that differ from those on other ranks or at the checkpoint.
-        Collective."""
+        """Refuses rows, or weights that don't learn, that differ from those on other ranks or at
+        the checkpoint. Collective."""
         self.data = describe_data(training, validation)
+        self.data["model"] = checksum(fixed_weights(model, self.config))
         if teacher is not None:
-            self.data["teacher"] = checksum(teacher, teacher)
+            self.data["teacher"] = checksum(teacher.parameters())
         if any(data != self.data for data in gather(self.data)):
             raise SharedError(f"task.name={self.config.task.name!r}: load returns different rows, "
                               "or a different order, on different ranks (or the ranks have "
-                              "different teachers): make them the same on all ranks")
-        then = self.state.get("data", self.data)
-        if then.get("teacher") != self.data.get("teacher"):
-            raise SharedError(
-                f"training.teacher={self.config.training.teacher!r} does not have the weights "
-                f"that it had when {self.path} was made. To start over, set run.name to another "
-                "name")
+                              "different models): make them the same on all ranks")
+        then = {"model": self.data["model"]} | self.state.get("data", self.data)
+        names = {"model": f"model.name={self.config.model.name!r}",
+                 "teacher": f"training.teacher={self.config.training.teacher!r}"}
+        for key, name in names.items():
+            if then.get(key) != self.data.get(key):
+                raise SharedError(
+                    f"{name} does not have the weights that it had when {self.path} was made. To "
+                    "start over, set run.name to another name")
         if then != self.data:
             raise SharedError(
                 f"{self.path} was made with different questions ({then['training']:,} to train on "
@@ -343,21 +345,53 @@ def check_weights(model: nn.Module, sampler: nn.Module, step: int) -> None:
         tokens = torch.arange(16, device=DEVICE)[None]
         if not sampler(input_ids=tokens, use_cache=False).logits.isfinite().all():
             raise UserError(f"after step {step}, {OUT_OF_RANGE}")
-    if len(set(gather(checksum(model, sampler)))) > 1:
+    weights = {*model.parameters(), *sampler.parameters()}  # They may share some.
+    if len(set(gather(checksum(weights)))) > 1:
         raise SharedError(
             f"after step {step}, the ranks have different weights: either their gradients were not "
             "shared, or the ranks compute differently. This step was not saved")
 
 
-def checksum(model: nn.Module, sampler: nn.Module) -> int:
+def checksum(weights: Iterable[torch.Tensor]) -> int:
     """Returns a number that changes if any bit of these weights does. Sharded weights are left out,
     because no other rank has them; the sampler then has all of them."""
     total = 0
-    for weight in {*model.parameters(), *sampler.parameters()}:  # They may share weights.
+    for weight in weights:
         if not isinstance(weight, DTensor):
             bits = weight.view(torch.int16 if weight.element_size() == 2 else torch.int32)
-            total += int(bits.sum(dtype=torch.int64))
+            # A sum in 64 bits copies what it adds, so it gets a part of a large weight at a time.
+            for part in bits.flatten().split(2**24):
+                total += int(part.sum(dtype=torch.int64))
     return total
+
+
+def fixed_weights(model: nn.Module, config: Config) -> list[nn.Parameter]:
+    """Returns the weights that no checkpoint has: the frozen ones, such as those below adapters,
+    and with a KL penalty those of the reference, which is the model before training."""
+    is_reference = config.training.kl_beta > 0 and not config.model.lora_rank
+    return [weight for weight in model.parameters() if is_reference or not weight.requires_grad]
+
+
+# They name places, which may differ from machine to machine. What's there is compared otherwise.
+PLACES = ("run.dir", "model.name", "task.name", "data.dataset", "data.validation",
+          "training.teacher")
+
+
+def refuse_different_ranks(code_digest: str, config: Config) -> None:
+    """Refuses ranks that run different code or have different settings. Collective."""
+    if len(set(gather(code_digest))) > 1:
+        raise SharedError("the ranks run different code: make sure that main.py and the file that "
+                          "task.name names are the same on all machines")
+    first, *others = gather(flatten(config))
+    different = set()
+    for other in others:
+        for key in first.keys() | other.keys():
+            if key not in PLACES and first.get(key) != other.get(key):
+                different.add(key)
+    if different:
+        raise SharedError(f"the ranks have different settings ({', '.join(sorted(different))}): "
+                          "start all of them with the same config file and the same words after "
+                          "main.py")
 
 
 def refuse_other_experiment(checkpoint: Path, state: dict[str, Any], config: Config) -> None:

@@ -19,7 +19,9 @@ from machinery.ranks import DEVICE, RANK, WORLD_SIZE
 class Sharded(nn.Module):
     """Replaces DistributedDataParallel. Each rank keeps a part of every weight that learns.
 
-    The ranks gather the weights of a layer just before they compute it, and then free them.
+    The ranks gather the weights of a layer just before they compute it, and then free them. (In
+    `mixed`, autograd keeps copies in bfloat16 until the backward pass, unless
+    model.gradient_checkpointing is set.)
     Gradients are shared after each micro-batch, because keeping them in full would take the memory
     that sharding saves."""
 

@@ -450,7 +450,7 @@ MUTANTS = [
            "        next(run.model.parameters()).data.add_(RANK)\n"
            "        check_weights(run", RESUME),
     Mutant("ranks with different weights that are saved", "machinery/runs.py",
-           "if len(set(gather(checksum(model, sampler)))) > 1:", "if False:", DIFFERENT),
+           "if len(set(gather(checksum(weights)))) > 1:", "if False:", DIFFERENT),
     Mutant("a progress bar without truncated answers", "machinery/sampling.py",
            "    on_ended(len(completion_of_row))  # These are truncated.\n", "", SAMPLING),
     Mutant("learning in the mode that sampling leaves", "main.py",

@@ -202,6 +202,22 @@ def test_ranks_with_different_code_are_refused(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
+def run_with_settings_of_its_own(folder: str):
+    """A model may be in another place on each machine, so its name may differ."""
+    own = []
+    if main.RANK == 1:
+        own = ["sampling.temperature=0.5", f"model.name={ROOT / 'tiny' / 'model'}"]
+    run_without_curves(*TINY, f"run.dir={folder}", *own)
+
+
+def test_ranks_with_different_settings_are_refused(tmp_path):
+    result = ranks(2, run_with_settings_of_its_own, str(tmp_path))
+
+    assert result.codes == [2, 2]
+    assert "error: the ranks have different settings (sampling.temperature)" in result.stderr
+    assert not (tmp_path / "a").exists()
+
+
 # ---------------------------------------------------------------- older checkpoints
 
 def change_state(folder, change) -> None:

@@ -26,6 +26,7 @@ from conftest import (
     start,
 )
 from processes import ROOT
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import machinery.model
@@ -245,17 +246,24 @@ def test_a_teacher_may_know_more_tokens_than_the_student():
     assert config.training.has_reference
 
 
-def test_a_run_resumes_with_the_teacher_that_it_began_with(tmp_path, capsys):
-    teacher = edited(tmp_path / "teacher", lambda folder: None)
-    command = [*SMALL, f"run.dir={tmp_path}", "training.learning_type=distill",
-               f"training.teacher={teacher}"]
+@pytest.mark.parametrize(("key", "more", "code"), [
+    ("training.teacher", ["training.learning_type=distill"], 2),
+    ("model.name", ["model.lora_rank=2"], 2),     # The adapters' base isn't in a checkpoint.
+    ("model.name", ["training.kl_beta=0.1"], 2),  # Neither is the reference.
+    ("model.name", [], 0)])                       # All of these weights are.
+def test_a_run_resumes_with_the_weights_that_it_began_with(key, more, code, tmp_path, capsys):
+    model = edited(tmp_path / "model", lambda folder: None)
+    command = [*SMALL, f"run.dir={tmp_path}", *more, f"{key}={model}"]
     assert start([*command, "training.max_steps=1"]) == 0
-    shutil.copytree(ROOT / "tiny" / "lab" / "model", teacher, dirs_exist_ok=True)
+    weights = load_file(model / "model.safetensors")
+    save_file({name: 1.01 * weight for name, weight in weights.items()},
+              model / "model.safetensors", metadata={"format": "pt"})
     capsys.readouterr()
 
-    assert start([*command, "training.max_steps=2"]) == 2
+    assert start([*command, "training.max_steps=2"]) == code
 
-    assert "does not have the weights that it had when" in capsys.readouterr().err
+    says = f"{key}='{model}' does not have the weights that it had when"
+    assert (says in capsys.readouterr().err) == (code == 2)
 
 
 def test_a_step_without_anything_to_learn_and_one_that_is_not_finite_are_told(tmp_path, capsys):

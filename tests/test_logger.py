@@ -15,6 +15,8 @@ import logger
 import main
 from machinery.settings import flatten
 
+DRAW_CURVES = logger.Logger._draw_curves  # Each test begins without it.
+
 
 def make_logger(folder, capsys, **keys) -> logger.Logger:
     config = make_config(run__dir=str(folder), run__name="a", **keys)
@@ -105,7 +107,8 @@ NO_UPDATE = {"updated": 0, "entropy": None}
 @pytest.mark.parametrize(("more", "says"), [
     ({}, "no signal 0.50"),
     (NO_UPDATE, "nothing to learn from"),
-    (NO_UPDATE | {"non_finite": 1}, "skipped: not finite")])
+    (NO_UPDATE | {"non_finite": 1}, "skipped: not finite"),
+    ({"updated": 2, "non_finite": 1}, "stopped after 2 updates: not finite")])
 def test_a_step_is_one_line_on_the_console_and_one_in_the_log(
         more, says, tmp_path, capsys):
     log = make_logger(tmp_path, capsys)
@@ -120,6 +123,16 @@ def test_a_step_is_one_line_on_the_console_and_one_in_the_log(
     expected = {"step": 7, **STEP, **more, **seconds, "tokens_per_second": 200.0}
     assert read_jsonl(log.path / "metrics.jsonl") == [expected]
     assert not log.seconds  # The next step begins at 0.
+
+
+def test_the_curves_leave_out_what_was_not_finite(tmp_path, capsys):
+    log = make_logger(tmp_path, capsys, training__learning_type="distill",
+                      training__teacher="tiny/model")
+    log.history = [{"step": 1, "kl": None}, {"step": 2, "kl": 0.5}]
+
+    DRAW_CURVES(log)
+
+    assert (log.path / "curves.png").exists()
 
 
 @pytest.mark.parametrize(("save", "every", "is_told"), [
