@@ -386,8 +386,7 @@ def step_line(step: int, metrics: dict[str, float | None]) -> str:
     if metrics.get("kl") is not None and "teacher_lower" in metrics:
         note = f"KL {metrics['kl']:.2g}"  # With a teacher, rewards aren't the signal.
     if metrics["non_finite"]:
-        note = f"stopped after {metrics['updated']} updates" if metrics["updated"] else "skipped"
-        note += ": not finite"
+        note = "gradient not finite"
     elif not metrics["updated"]:
         note = "nothing to learn from"
     seconds = sum(metrics[name] for name in metrics if name.startswith("seconds/"))

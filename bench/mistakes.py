@@ -286,16 +286,15 @@ def show_costs(rows: list[Row], runs: dict) -> None:
               f"| {facts.get('shown by', 'nothing')} |")
 
 
-# Of a cost, what the tables call it.
-IN_WORDS = {"everything": "most of it", "something": "part of it",
-            "could be chance": "could be chance",
-            "nothing, it ends higher": "nothing, it ends higher"}
+# What the tables call a cost, if it has another name there.
+IN_WORDS = {"everything": "most of it", "something": "part of it"}
 
 
 def cost_in_words(row: Row, runs: dict) -> str:
     effect = row.effect
     difference = f"{effect.difference:+.3f} ± {effect.half_width:.3f}"
-    words = f"{IN_WORDS[row.costs]}: {effect.more:.3f} ({difference})"
+    cost = IN_WORDS.get(row.costs, row.costs)
+    words = f"{cost}: {effect.more:.3f} ({difference})"
     if row.costs == "could be chance":
         words += f"; up to {effect.half_width - effect.difference:.3f} could hide"
     if len(row.ends) != 3:
@@ -332,11 +331,14 @@ def show_cosines(rows: list[Row]) -> None:
 
 
 def is_below_1(cosine: list | None) -> bool:
-    """Returns whether its interval excludes 1, or noise hides it."""
+    """Returns whether its interval excludes 1, or noise hides the cosine."""
     if cosine is None:
         return False
     value, half = cosine
-    return value is None or value + max(half, 0.005) < 1
+    if value is None:
+        return True
+    rounding = 0.005  # The table has two digits.
+    return value + max(half, rounding) < 1
 
 
 def as_text(cosine: list | None) -> str:

@@ -136,7 +136,8 @@ class RunFolder:
             raise SharedError(f"task.name={self.config.task.name!r}: load returns different rows, "
                               "or a different order, on different ranks (or the ranks have "
                               "different models): make them the same on all ranks")
-        then = {"model": self.data["model"]} | self.state.get("data", self.data)
+        then = self.state.get("data", self.data)
+        then.setdefault("model", self.data["model"])  # Older checkpoints don't have it.
         names = {"model": f"model.name={self.config.model.name!r}",
                  "teacher": f"training.teacher={self.config.training.teacher!r}"}
         for key, name in names.items():
@@ -372,7 +373,8 @@ def fixed_weights(model: nn.Module, config: Config) -> list[nn.Parameter]:
     return [weight for weight in model.parameters() if is_reference or not weight.requires_grad]
 
 
-# They name places, which may differ from machine to machine. What's there is compared otherwise.
+# These settings name places, which may differ from machine to machine. What's there is compared
+# once it's loaded.
 PLACES = ("run.dir", "model.name", "task.name", "data.dataset", "data.validation",
           "training.teacher")
 

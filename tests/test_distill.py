@@ -275,7 +275,7 @@ def test_a_step_without_anything_to_learn_and_one_that_is_not_finite_are_told(tm
     assert "nothing to learn from" in said and "KL(student || teacher) is n/a" in said
     metrics = read_jsonl(tmp_path / "a" / "metrics.jsonl")[1]
     spoiled = {**metrics, "kl": None, "teacher_lower": 0.0, "non_finite": 1}
-    assert "skipped: not finite" in step_line(1, spoiled)
+    assert "gradient not finite" in step_line(1, spoiled)
 
 
 def test_a_teacher_that_is_the_student_is_named(tmp_path, capsys):
