@@ -348,19 +348,10 @@ def table(columns: Sequence[str], rows: list[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def known_claims(known: dict) -> list[Claim]:
-    """Returns the claims whose runs are all known."""
-    return [claim for claim in CLAIMS if are_known([claim.more, claim.less], known)]
-
-
-def are_known(runs: list[str], known: dict) -> bool:
-    return all(f"{run} seed {seed}" in known for run in runs for seed in PLAN["seeds"])
-
-
 def table_of_claims(known: dict) -> str:
     """Returns the effect and the verdict of each claim."""
     rows = []
-    for claim in known_claims(known):
+    for claim in CLAIMS:
         says = f"{claim.says} ([{claim.paper}])" if claim.paper else claim.says
         effect = effect_of(claim, known)
         digits = 0 if claim.metric == WRONG else 3
@@ -376,7 +367,7 @@ def guesses_about_claims(known: dict) -> str:
     expected = PLAN["expected"]["claims"]
     # Of this one we already knew both runs.
     known_before = {DEFAULT, STANDARD_DEVIATION}
-    claims = [claim for claim in known_claims(known) if {claim.more, claim.less} != known_before]
+    claims = [claim for claim in CLAIMS if {claim.more, claim.less} != known_before]
     right = sum(effect_of(claim, known).verdict == expected[claim.says] for claim in claims)
     return (f"Before the new runs, but after similar ones with other held-out questions, we had "
             f"guessed {right} of {len(claims)} verdicts right.")
@@ -417,6 +408,60 @@ def table_of_methods(known: dict) -> str:
     return table(["what earns a reward", *METHODS], [both, alone])
 
 
+def table_of_changes(known: dict) -> str:
+    """Returns where the changes of changes/ end, beside the default."""
+    rows = [["the default", curve_of(DEFAULT, known), "", "", "", "", ""]]
+    for name in CHANGES:
+        expected = expected_of(name)
+        cells = ["", "", "", "every answer equals the default's"]
+        if name not in PLAN["one seed"]:
+            cells = cells_of(effect_of(higher_than_default(name), known), 3)
+            cells[-1] = HIGHER.get(cells[-1], cells[-1])
+        rows.append([name, curve_of(name, known), *cells, HIGHER.get(expected, expected)])
+    columns = [*COLUMNS[:-1], "ends higher?", "we expected"]
+    return table(["change", "solved at steps 0, 20, 40 and 60", *columns], rows)
+
+
+# What a verdict means if the claim is that a change ends higher.
+HIGHER = {"holds": "higher", "the opposite": "lower"}
+
+
+def guesses_about_changes(known: dict) -> str:
+    """Returns how many of our guesses were right, after seed 0 and before the others."""
+    several = [name for name in CHANGES if name not in PLAN["one seed"]]
+    right = 0
+    for name in several:
+        right += effect_of(higher_than_default(name), known).verdict == expected_of(name)
+    return f"{right} of these {len(several)} guesses were right"
+
+
+def higher_than_default(change: str) -> Claim:
+    return Claim(f"{change} ends higher than the default", "", SOLVED, change, DEFAULT)
+
+
+def expected_of(change: str) -> str:
+    return PLAN["expected"]["ends higher than the default"][change]
+
+
+def curve_of(run: str, known: dict) -> str:
+    """Returns what was solved at each evaluation, as one cell."""
+    return " ".join(f"{value:.3f}" for value in mean_curve(run, known))
+
+
+STUDENTS = [run for run, keys in RUNS.items() if TEACHER in keys]
+
+
+def table_of_teachers(known: dict) -> str:
+    """Returns what the lab model solves after each step, without and with a teacher."""
+    steps = [entry["step"] for entry in records_of(LAB_TEACHER, known)[0]["curve"]]
+    rows = []
+    for run in (DEFAULT, LAB_TEACHER, *STUDENTS, SIL):
+        means = [f"{value:.3f}" for value in mean_curve(run, known)]
+        empty = [""] * (len(steps) - len(means))
+        rows.append([run, str(len(records_of(run, known))), *means, *empty])
+    return table(["lab model, solved at step", "seeds", *map(str, steps)], rows)
+
+
 # What an evaluation measures besides `solved`, and how we print it.
 OTHERS = {"answer length": ".0f", "truncated": ".2f", "format": ".2f", ENTROPY: ".2f"}
 
@@ -426,8 +471,6 @@ def table_of_runs(known: dict) -> str:
     rows = []
     for run in RUNS:
         records = records_of(run, known)
-        if not records:
-            continue
         solved = " ".join(f"{value:.2f}" for value in mean_curve(run, known))
         cells = [run, str(len(records)), solved]
         for name, digits in OTHERS.items():
@@ -441,7 +484,8 @@ def table_of_runs(known: dict) -> str:
 # {page: what it has of the results}
 TABLES = {
     "README.md": [table_of_methods],
-    "docs/experiments.md": [table_of_claims, guesses_about_claims],
+    "docs/experiments.md": [table_of_claims, guesses_about_claims, table_of_teachers],
+    "docs/changing.md": [table_of_changes, guesses_about_changes],
 }
 
 # ---------------------------------------------------------------- pictures
@@ -509,10 +553,8 @@ def main(words: list[str]) -> None:
         for each in tables:
             print(f"{page}\n\n{each(known)}\n")
     print(f"All runs\n\n{table_of_runs(known)}")
-    for name, all_panels in PICTURES.items():
-        panels = {title: runs for title, runs in all_panels.items() if are_known(runs, known)}
-        if panels:
-            draw(DATA.parent / name, panels, known)
+    for name, panels in PICTURES.items():
+        draw(DATA.parent / name, panels, known)
 
 
 if __name__ == "__main__":

@@ -33,8 +33,9 @@ def planned() -> list[tuple[str, int]]:
         if name not in names:
             names.append(name)
     wanted = []
-    for name, seed in PLAN["made again as a check"].items():
-        wanted.append((name + AGAIN, seed))
+    for reason in ("made again as a check", "made again with another teacher"):
+        for name, seed in PLAN[reason].items():
+            wanted.append((name + AGAIN, seed))
     for seed in PLAN["seeds"]:
         for name in names:
             if seed == 0 or name not in PLAN["one seed"]:
