@@ -61,13 +61,17 @@ def record_of(name: str, seed: int, out: str = OUT) -> dict:
 def make_missing(wanted: dict[str, tuple[str, int]]) -> None:
     """Makes what the file lacks. Students come last, because they need their teacher's weights."""
     students = {title: (name, seed) for title, (name, seed) in wanted.items()
-                if TEACHER in RUNS.get(name, {})}
+                if is_student(name)}
     others = {title: wanted[title] for title in wanted if title not in students}
     known = kept.run_missing(DATA, others, lambda each: record_of(*each))
     if students.keys() <= known.keys():
         return
     make_teacher(OUT)
     kept.run_missing(DATA, students, lambda each: record_of(*each))
+
+
+def is_student(name: str) -> bool:
+    return TEACHER in RUNS.get(name.removesuffix(AGAIN), {})
 
 
 def make_teacher(out: str) -> None:
@@ -81,7 +85,7 @@ def make_again(chosen: list[tuple[str, int]], ours: dict, out: str) -> None:
     """Makes these runs, and prints what each of them and ours solved."""
     for name, seed in chosen:
         title = f"{name} seed {seed}"
-        if TEACHER in RUNS.get(name, {}):
+        if is_student(name):
             make_teacher(out)
         solved = solved_by(record_of(name, seed, out))
         print(f"{title} solved {solved}", flush=True)
