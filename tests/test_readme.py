@@ -10,6 +10,7 @@ from pathlib import Path
 import experiments
 import mistakes
 import pytest
+import runs
 from conftest import run_without_curves
 from processes import ROOT, ranks, run
 from torch.distributed.run import parse_args
@@ -117,12 +118,17 @@ def test_all_code_in_the_readme_stands_in_main_py_in_this_order():
                 place = source.index(f"{line}\n", place)
 
 
+def test_the_file_of_results_has_all_planned_runs_and_no_others():
+    planned = {f"{name} seed {seed}" for name, seed in runs.planned()}
+    assert json.loads(experiments.DATA.read_text()).keys() == planned
+
+
 @pytest.mark.parametrize("page", experiments.TABLES)
 def test_the_tables_of_a_page_come_from_the_runs(page):
-    runs = json.loads(experiments.DATA.read_text())
+    known = json.loads(experiments.DATA.read_text())
     text = " ".join((ROOT / page).read_text().split())
     for each in experiments.TABLES[page]:
-        assert " ".join(each(runs).split()) in text
+        assert " ".join(each(known).split()) in text
 
 
 def test_the_tables_of_mistakes_come_from_the_runs(capsys):
