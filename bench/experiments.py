@@ -413,10 +413,13 @@ def table_of_changes(known: dict) -> str:
     rows = [["the default", curve_of(DEFAULT, known), "", "", "", "", ""]]
     for name in CHANGES:
         expected = expected_of(name)
-        cells = ["", "", "", "every answer equals the default's"]
+        cells = ["", "", "", "the default's answers"]
         if name not in PLAN["one seed"]:
-            cells = cells_of(effect_of(higher_than_default(name), known), 3)
-            cells[-1] = HIGHER.get(cells[-1], cells[-1])
+            effect = effect_of(higher_than_default(name), known)
+            lowest = effect.difference - effect.half_width
+            highest = effect.difference + effect.half_width
+            could_be = f"could be chance, from {lowest:+.3f} to {highest:+.3f}"
+            cells = [*cells_of(effect, 3)[:-1], HIGHER.get(effect.verdict, could_be)]
         rows.append([name, curve_of(name, known), *cells, HIGHER.get(expected, expected)])
     columns = [*COLUMNS[:-1], "ends higher?", "we expected"]
     return table(["change", "solved at steps 0, 20, 40 and 60", *columns], rows)
