@@ -408,25 +408,26 @@ def table_of_methods(known: dict) -> str:
     return table(["what earns a reward", *METHODS], [both, alone])
 
 
+# What a verdict means if the claim is that a change ends higher.
+HIGHER = {"holds": "higher", "the opposite": "lower"}
+
+
 def table_of_changes(known: dict) -> str:
     """Returns where the changes of changes/ end, beside the default."""
     rows = [["the default", curve_of(DEFAULT, known), "", "", "", "", ""]]
     for name in CHANGES:
         expected = expected_of(name)
-        cells = ["", "", "", "the default's answers"]
-        if name not in PLAN["one seed"]:
+        if name in PLAN["one seed"]:
+            cells = ["", "", "", "the default's answers"]
+        else:
             effect = effect_of(higher_than_default(name), known)
             lowest = effect.difference - effect.half_width
             highest = effect.difference + effect.half_width
-            could_be = f"could be chance, from {lowest:+.3f} to {highest:+.3f}"
-            cells = [*cells_of(effect, 3)[:-1], HIGHER.get(effect.verdict, could_be)]
+            chance = f"could be chance, from {lowest:+.3f} to {highest:+.3f}"
+            cells = [*cells_of(effect, 3)[:-1], HIGHER.get(effect.verdict, chance)]
         rows.append([name, curve_of(name, known), *cells, HIGHER.get(expected, expected)])
     columns = [*COLUMNS[:-1], "ends higher?", "we expected"]
     return table(["change", "solved at steps 0, 20, 40 and 60", *columns], rows)
-
-
-# What a verdict means if the claim is that a change ends higher.
-HIGHER = {"holds": "higher", "the opposite": "lower"}
 
 
 def guesses_about_changes(known: dict) -> str:

@@ -33,9 +33,8 @@ def planned() -> list[tuple[str, int]]:
         if name not in names:
             names.append(name)
     wanted = []
-    for reason in ("made again as a check", "made again with another teacher"):
-        for name, seed in PLAN[reason].items():
-            wanted.append((name + AGAIN, seed))
+    for name, seed in PLAN["made again"].items():
+        wanted.append((name + AGAIN, seed))
     for seed in PLAN["seeds"]:
         for name in names:
             if seed == 0 or name not in PLAN["one seed"]:
@@ -60,8 +59,7 @@ def record_of(name: str, seed: int, out: str = OUT) -> dict:
 
 def make_missing(wanted: dict[str, tuple[str, int]]) -> None:
     """Makes what the file lacks. Students come last, because they need their teacher's weights."""
-    students = {title: (name, seed) for title, (name, seed) in wanted.items()
-                if is_student(name)}
+    students = {title: (name, seed) for title, (name, seed) in wanted.items() if is_student(name)}
     others = {title: wanted[title] for title in wanted if title not in students}
     known = kept.run_missing(DATA, others, lambda each: record_of(*each))
     if students.keys() <= known.keys():
