@@ -29,7 +29,7 @@ from torch import nn
 from tqdm.std import TRLock, tqdm
 
 from machinery.errors import describe, errors_of_phase, shortened, visible
-from machinery.metrics import look_at_first_step, quality
+from machinery.metrics import look_at_first_step
 from machinery.ranks import DEVICE, RANK, WORLD_SIZE
 from machinery.runs import FILES, RunFolder
 from machinery.settings import ROOT, Config, flatten
@@ -293,7 +293,7 @@ class Logger:
 
     def _summary(self) -> dict[str, Any]:
         evaluations = self._evaluations()
-        best = max(evaluations, key=quality)
+        best = max(evaluations, key=lambda record: (record["eval/solved"], record["eval/best_of_n"]))
         if (self.path / "best" / "training.json").exists():  # It may be worse, if deleted.
             step = json.loads((self.path / "best" / "training.json").read_text())["step"]
             best = [entry for entry in evaluations if entry["step"] == step][-1]

@@ -1,59 +1,58 @@
-"""GRPO in one file: reinforcement learning of a language model, from question to update.
+"""GRPO, from question to update. The whole algorithm is in this file, and the plumbing is in
+machinery/.
 
-GRPO stands for group relative policy optimization. A model answers each question several times, a
-program scores the answers, and the model learns to give more answers like the better ones. The
-model that learns is called the policy. One training step:
+A language model answers each question several times, and a program gives every answer a reward.
+Answers with more than the average of their group become a little more likely, the others a little
+less. That's group relative policy optimization, and the policy is the model that learns. One
+training step:
 
-  1. questions            takes the next questions of the data set.
-  2. sample               samples a group of answers to each question.
-  3. score                computes the reward of every answer.
-  4. compute_advantages   compares every answer with its group: its advantage is its reward minus
+  1. questions            takes the next questions.
+  2. sample               has the model write a group of answers to each of them.
+  3. score                gives every answer its reward.
+  4. compute_advantages   compares every answer with its group: the advantage is the reward minus
                           the group's mean reward.
   5. learn                takes an AdamW step down the gradient of `policy_loss`, the sum of
                           -advantage * log-probability over all tokens, divided by a constant.
-  6. evaluate             measures the model every few steps on questions it never trains on.
+  6. evaluate             tests the model every few steps on questions it never trains on.
 
-An example with config.yaml as it is and two processes, called ranks. The question is to make 56
-from 29, 30 and 3. A right answer ends with <answer>(30+29)-3</answer> and has the reward 1.1: 1.0
-for being right and 0.1 for its format. A wrong answer in this format has 0.1. If two of eight
-answers are right, the mean reward is 0.35, so a right answer has the advantage +0.75 and a wrong
-one -0.25. A step has 2 ranks x 8 questions x 8 answers = 128 answers of at most 192 tokens each. So
-the loss is a sum with a term for each token: -0.75 / (128 x 192) * log-probability in these right
-answers, and +0.25 / (128 x 192) * log-probability in these wrong ones. A step down the loss makes
-right answers more likely. After 60 steps, two or three minutes on two CPU cores, a 1.4 M-parameter
-model that already knew the format has gone from 39 % to 97 % right answers to questions it never
-trained on.
+Let's follow one question through a step. It asks for 56 from the numbers 29, 30 and 3. The model
+answers it eight times, and two of the answers are right. They end with <answer>(30+29)-3</answer>
+and get the reward 1.1: 1.0 for the result and 0.1 for the format. The other six only get the 0.1
+for the format. The mean reward is 0.35, so a right answer has the advantage +0.75 and a wrong one
+-0.25.
 
-This is Dr. GRPO, "GRPO done right" (Liu et al. 2025), with one update per batch. Compared with GRPO
-as it was published, four things are deleted. Keys of config.yaml bring them back. The code is in
-the last section, "Variants", together with what other papers do.
+With config.yaml as it is, two processes take 8 questions each, so a step samples 2 x 8 x 8 = 128
+answers of at most 192 tokens. Each token of a right answer adds -0.75 / (128 x 192) times its
+log-probability to the loss, and each token of a wrong one adds +0.25 / (128 x 192) times its
+log-probability. So when the loss goes down, right answers become more likely. How far does this
+get? We start with a model of 1.4 million parameters that knows the format. It solves 39% of the
+puzzles it never trains on. After 60 steps, or two to three minutes on two CPU cores, it solves 97%.
 
-  - The advantage isn't divided by the standard deviation of the group's rewards.
-  - The loss isn't divided by the length of each answer.
-  - No KL penalty holds the policy close to the model it started from.
-  - No ratio of probabilities is clipped, because with one update per batch the ratio is 1.
+This is Dr. GRPO, "GRPO done right" (Liu et al. 2025), with one update per step. When GRPO was
+published, it did four more things:
+
+  - It divided the advantages by the standard deviation of the group's rewards.
+  - It divided the loss of each answer by the answer's length.
+  - It kept the policy close to the model it started from, with a KL penalty.
+  - It clipped a ratio: the probability of a token now, divided by its probability when it was
+    sampled. With one update per step, this ratio is 1.
+
+Keys in config.yaml bring them back. Where the code says "a variant", it's off by default, and what
+it does is in the last section.
 
 How to run it:
 
     torchrun --nproc-per-node=2 main.py    on two GPUs, or as two processes on a CPU
     python main.py training.seed=1         as one process, with one setting changed
-    python main.py model.fast=false        with just the code below, in about twice the time
 
-How to read it: skim the two data classes, then read on from `training_step` to the end of part 6.
-All ranks hold the same weights (with training.shard, a part each). "Collective" in a docstring
-means that all ranks have to call it.
-
-Two functions are shown in their plain form, `generate_plain` and `Policy.forward`. By default,
-`generate_fast` and `FastPolicy` of machinery/ run instead: the same distribution and the same
-log-probabilities in less time. Before each run, `check_model` compares the plain ones, on a few
-tokens, with the model's own forward pass, and the fast ones with it or with the plain ones. To edit
-the plain ones, set model.fast=false: then they run, and the check only tells you how far off they
-are.
+How to read it: skim the two data classes, then read from `training_step` to the end of part 6. The
+processes are called ranks. Each one runs this file on questions of its own, and all of them hold
+the same weights. A docstring says "Collective" if the ranks exchange something in this function and
+wait for each other, so all of them have to call it.
 """
 
 import machinery  # noqa: F401, I001  First, because it prints a line before the slow imports below.
 import math
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from statistics import stdev
@@ -64,23 +63,28 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+# machinery/ is what you can take on trust for now: padding, loading, counting, checking, saving.
+# For sampling and scoring:
+from machinery.sampling import generate
+from machinery.tasks import Question, Task, encode_prompt, grade, load_questions, load_task
+# For learning:
+from machinery.passes import (autocast, measure_in_batches, pad_right, split_into_micro_batches,
+                              store_in_answers)
+from machinery.prompts import in_pieces, states_at
+from machinery.model import (find_stop_ids, load_model, load_teacher, make_reference,
+                             make_sampler, refresh_sampler, warm_up)
+# For all ranks to do the same:
+from machinery.ranks import (RANK, WORLD_SIZE, errors_on_all_ranks, launch, random_seed,
+                             shuffled_order, sum_over_ranks)
+from machinery.sharding import Sharded
+# For the settings, the log and the checkpoints of a run:
 from logger import Logger
 from machinery.check import check_model
 from machinery.code import code_of
-from machinery.fast import FastPolicy
 from machinery.metrics import (NOTHING_LEARNED, UpdateStatistics, count_skipped,
-                               evaluation_metrics, quality, step_metrics)
-from machinery.model import (find_stop_ids, load_model, load_teacher, make_reference,
-                             make_sampler, refresh_sampler, warm_up)
-from machinery.passes import (at_least_float32, autocast, measure_in_batches, pad_left, pad_right,
-                              split_into_micro_batches, store_in_answers)
-from machinery.ranks import (RANK, WORLD_SIZE, errors_on_all_ranks, launch, random_seed,
-                             shuffled_order, sum_over_ranks)
+                               evaluation_metrics, step_metrics)
 from machinery.runs import RunFolder, check_weights
-from machinery.sampling import NotedLogProbs, generate_fast
 from machinery.settings import Config, SamplingSettings, TrainingSettings, is_due, load_config
-from machinery.sharding import Sharded, unsharded
-from machinery.tasks import Question, Task, encode_prompt, grade, load_questions, load_task
 
 
 @dataclass
@@ -96,12 +100,11 @@ class Trajectory:
     is_truncated: bool         # No stop token came within max_new_gen_tokens.
     reward_parts: dict[str, float] = field(default_factory=dict)
     reward: float = 0.0
-    advantage: float | torch.Tensor = 0.0  # (tokens,) if you want one for each token
-    # Log-probabilities, each (tokens,):
-    sampler_log_probs: torch.Tensor | None = None    # while sampling; for the log
-    old_log_probs: torch.Tensor | None = None        # before the first update; for the log, and
-                                                     # for the ratio of variants
-    reference_log_probs: torch.Tensor | None = None  # of `Run.reference`; for variants
+    advantage: float = 0.0
+    # The log-probabilities of its tokens, each (tokens,), for the log and for variants:
+    sampler_log_probs: torch.Tensor | None = None    # by `Run.sampler`, while sampling
+    old_log_probs: torch.Tensor | None = None        # by `Run.policy`, before the first update
+    reference_log_probs: torch.Tensor | None = None  # by `Run.reference`
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -113,16 +116,22 @@ class Trajectory:
 
     @property
     def token_advantages(self) -> torch.Tensor:
-        """The advantage as a tensor, (tokens,), whichever of the two it is."""
+        """The advantage of each token, (tokens,). If you want different ones for the tokens of an
+        answer, set `advantage` to such a tensor."""
         return torch.as_tensor(self.advantage, dtype=torch.float64).expand(self.num_tokens)
 
 
 @dataclass
 class Run:
-    """What the functions below share. `model`, `sampler` and `policy` share one copy of the weights
-    (in mixed precision, or with `shard`, the sampler has its own). A step changes nothing but the
-    weights, the state of `optimizer`, `step`, `best` and `last_evaluation`, so a checkpoint holds
-    just that."""
+    """What the functions below share.
+
+    `model`, `sampler` and `policy` are one network with one set of weights: we load `model`, sample
+    from `sampler` and learn through `policy`. (In mixed precision, the sampler has a rounded copy
+    of the weights. With training.shard, each rank holds a part of `model`, and the sampler is
+    whole.)
+
+    A step changes nothing but the weights, the state of `optimizer`, and the last four fields. So
+    that's what a checkpoint holds."""
 
     config: Config
     folder: RunFolder
@@ -130,22 +139,25 @@ class Run:
     task: Task                    # countdown.py, or the file that task.name says
     tokenizer: PreTrainedTokenizerBase
     stop_ids: list[int]           # Any of these tokens ends an answer.
-    training_rows: list[dict]     # A row has a "prompt", and what the task needs for the reward.
+    training_rows: list[dict]     # A row has a "prompt" and what the task needs for the reward.
     validation_rows: list[dict]   # the held-out questions
     model: nn.Module              # the weights that learn
     sampler: nn.Module            # the model that answers are sampled from
-    policy: DistributedDataParallel | Sharded  # a Policy of `model`, wrapped to share gradients
+    policy: nn.Module             # a Policy of `model`, wrapped so that ranks share gradients
     reference: nn.Module | None   # a Policy of the model as it was loaded, or of a teacher
     optimizer: torch.optim.Optimizer
     step: int                     # training steps done, including the one that is running
-    best: list[float]             # how good the best model is (only rank 0 updates it)
+    best: list[float]             # how good the best model is, on rank 0; [-1, -1] at first
     last_evaluation: int | None   # the step after which the model was last evaluated
+    # Empty, for whatever a change of yours has to remember. It has to be the same on all ranks, and
+    # made of what JSON knows.
+    own_state: dict
 
 
 # ---------------------------------------------------------------- the algorithm
 
 def training_step(run: Run) -> dict[str, float]:
-    """Takes one step of Dr. GRPO. Returns statistics of its last update. Collective."""
+    """Takes one step of Dr. GRPO. Returns statistics of its update. Collective."""
     run.step += 1
     training = run.config.training
     # Random numbers depend on the seed, the step, the purpose and (`random_seed` adds it) the rank.
@@ -220,43 +232,21 @@ def sample(
         eos_token_id=run.stop_ids,
         pad_token_id=run.stop_ids[0],
     )
-    generate = generate_fast if run.config.model.fast else generate_plain
+    # This is Hugging Face's `generate`, called for 16 tokens at a time, so that answers leave the
+    # batch when they've ended. For each answer it returns the tokens, up to and including the first
+    # stop token, and their log-probabilities at this temperature, before top_p and top_k.
+    completions = []
     on_ended = run.log.counter(len(prompts))  # It moves a progress bar.
-    completions = []  # (tokens, log-probabilities) of each answer, in the order of `prompts`
     for start in range(0, len(prompts), sampling.max_rows):  # as many answers as fit into memory
-        rows = prompts[start:start + sampling.max_rows]
-        completions += generate(run.sampler, rows, settings, on_ended)
+        some = prompts[start:start + sampling.max_rows]
+        completions += generate(run.sampler, some, settings, on_ended)
     groups = []
     for i, question in enumerate(asked):
-        group = completions[i * group_size:(i + 1) * group_size]
-        groups.append([make_trajectory(run, question, *completion) for completion in group])
+        group = []
+        for ids, log_probs in completions[i * group_size:(i + 1) * group_size]:
+            group.append(make_trajectory(run, question, ids, log_probs))
+        groups.append(group)
     return groups
-
-
-@torch.inference_mode()
-def generate_plain(
-    sampler: nn.Module, prompts: list[list[int]], settings: GenerationConfig,
-    on_ended: Callable[[int], object],
-) -> list[tuple[list[int], list[float]]]:
-    """Samples one answer to each prompt with Hugging Face's `generate`. Returns its tokens, up to
-    and including the first stop token, and their log-probabilities at the sampling temperature,
-    before top_p and top_k.
-
-    By default `generate_fast` runs instead. It samples from the same distribution, but reads equal
-    prompts once and drops answers from the batch as they end."""
-    sampler.eval()
-    noted = NotedLogProbs(settings.temperature)  # gets logits before top_p and top_k
-    ids, mask = pad_left(prompts, sampler.device)  # (answers, longest prompt)
-    sequences = sampler.generate(
-        ids, attention_mask=mask, generation_config=settings, logits_processor=[noted])
-    log_probs = noted.of_tokens(sequences)  # of the new tokens, (answers, longest answer)
-    completions = []
-    for row, new_ids in enumerate(sequences[:, ids.shape[1]:].tolist()):
-        stops = [t for t, token in enumerate(new_ids) if token in settings.eos_token_id]
-        length = stops[0] + 1 if stops else len(new_ids)  # Padding follows the first stop token.
-        completions.append((new_ids[:length], log_probs[row, :length].tolist()))
-    on_ended(len(prompts))
-    return completions
 
 
 def make_trajectory(
@@ -293,11 +283,10 @@ def compute_advantages(
     for group in groups:
         if training.learning_type == "grpo":
             compare_with_group(group, training)
-            answers += group
-        elif training.learning_type == "sil":
-            answers += imitate_best(group, training)  # a variant
-        else:
-            answers += group  # "distill", a variant whose advantages come in `variant_objective`
+        elif training.learning_type == "sil":  # a variant
+            group = imitate_best(group, training)
+        # With "distill", a variant, advantages stay 0 until `reference_advantages` adds to them.
+        answers += group
     return answers
 
 
@@ -320,7 +309,7 @@ def learn(run: Run, answers: list[Trajectory]) -> list[dict[str, float]]:
     training = run.config.training
     run.optimizer.param_groups[0]["lr"] = learning_rate_at(run.step, training)
     # An answer whose advantage is 0 has no gradient, so it needs no pass through the model. But it
-    # counts in the normalizer. Totals are sums over all ranks.
+    # counts in the normalizer. The totals are over all ranks.
     learned = [answer for answer in answers if is_learned_from(answer, training)]
     totals = sum_over_ranks({
         "answers": len(answers),
@@ -328,7 +317,7 @@ def learn(run: Run, answers: list[Trajectory]) -> list[dict[str, float]]:
         "learned": len(learned),
     })
     if totals["learned"] == 0:
-        return [NOTHING_LEARNED]
+        return [NOTHING_LEARNED]  # statistics for the log
     if training.has_reference:  # a teacher or a KL penalty, both variants
         add_reference_log_probs(run, learned)
     updates = []
@@ -348,10 +337,12 @@ def policy_gradient(
     """Leaves the gradient of the whole loss, its norm clipped, in the parameters of every rank.
     Returns statistics of the update. Collective.
 
-    Gradients of micro-batches add up on their rank, and ranks share the sums once, in the last
-    backward pass. So each rank needs at least one micro-batch: if it has nothing to learn from,
-    `split_into_micro_batches` makes up an answer with no tokens, whose loss is an empty sum.
-    (`Sharded` shares in every backward pass, so all ranks get equally many micro-batches.)"""
+    `policy` is wrapped in DistributedDataParallel: during `backward` it replaces each gradient by
+    its mean over all ranks, so all ranks take the same step. Within `no_sync` it doesn't. There,
+    the gradients of micro-batches add up on their rank, and the sums are shared once, in the
+    backward pass of the last micro-batch. No rank may miss that pass. If a rank has nothing to
+    learn from, `split_into_micro_batches` makes up an answer without tokens, whose loss is an empty
+    sum."""
     training = run.config.training
     policy = run.policy
     policy.train()  # Only gradient checkpointing needs this: dropout is 0.
@@ -360,10 +351,10 @@ def policy_gradient(
     micro_batches = split_into_micro_batches(learned, training)
     for batch in run.log.progress(micro_batches):
         is_last = batch is micro_batches[-1]
-        # `no_sync` includes the forward pass, where DistributedDataParallel prepares for sharing.
-        with nullcontext() if is_last else policy.no_sync():
+        sharing = nullcontext() if is_last else policy.no_sync()
+        with sharing:
             log_probs, entropies = policy(batch)  # both (tokens,), one answer after the other
-            if batch[0].old_log_probs is None:  # In the first update, no answer of it has them.
+            if batch[0].old_log_probs is None:  # In the first update, no answer has them yet.
                 store_in_answers(batch, old_log_probs=log_probs)  # detached, (tokens,) in each
             loss, watched = policy_loss(log_probs, entropies, batch, totals, training)  # a scalar
             # Our loss is a sum over ranks, but DistributedDataParallel averages over them.
@@ -371,15 +362,12 @@ def policy_gradient(
         statistics.add(loss, entropies, watched)
     max_norm = training.max_grad_norm or math.inf
     grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), max_norm)  # a scalar
-    return statistics.summary(float(unsharded(grad_norm)))
+    return statistics.summary(grad_norm)  # over all ranks
 
 
 class Policy(nn.Module):
     """Computes the log-probabilities of answers. Everything that uses the weights happens in
-    `forward`, because DistributedDataParallel has to see it to share gradients.
-
-    By default, a FastPolicy replaces `forward`. It reads a prompt once for all of its answers, and
-    calls `log_probs_of_tokens` for a chunk of tokens at a time."""
+    `forward`, because DistributedDataParallel has to see it to share gradients."""
 
     def __init__(self, model: nn.Module, config: Config):
         super().__init__()
@@ -389,36 +377,73 @@ class Policy(nn.Module):
     def forward(self, answers: list[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the log-probability of each token of the answers, and the entropy of the
         distribution it's drawn from. Both are (tokens,), one answer after the other."""
-        rows = [answer.prompt_ids + answer.completion_ids for answer in answers]
+        rows = []
+        answer_rows = []
+        for answer in answers:
+            rows.append(answer.prompt_ids + answer.completion_ids)
+            answer_rows.append([False] * len(answer.prompt_ids) + [True] * answer.num_tokens)
         ids, mask = pad_right(rows, self.model.device)  # both (answers, longest row)
+        is_answer, _ = pad_right(answer_rows, self.model.device)
+        # The model predicts the next token, so the logits for a token are at the one before it:
+        #     ids           p0 p1 p2 a0 a1    three tokens of prompt, two of answer
+        #     is_answer     0  0  0  1  1
+        #     is_before     0  0  1  1  0     The logits at p2 predict a0, those at a0 predict a1.
+        is_before = is_answer.roll(-1, dims=1)
         with autocast(self.config):
-            output = self.model(input_ids=ids, attention_mask=mask, use_cache=False)
-        logits = []
-        tokens = []
-        for row, answer in enumerate(answers):
-            # The model predicts the next token, so the logits for a token are at the one before:
-            #     row           p0 p1 p2 a0 a1    three tokens of prompt, two of answer
-            #     logits used         p2 a0       which predict
-            #     tokens                 a0 a1
-            first = len(answer.prompt_ids) - 1
-            logits.append(output.logits[row, first:first + answer.num_tokens])
-            tokens += answer.completion_ids
-        return self.log_probs_of_tokens(torch.cat(logits), ids.new_tensor(tokens))
+            # The next two lines are, in less time and memory,
+            #     logits = self.model(ids, mask).logits[is_before]  # (tokens, vocabulary)
+            #     return self.log_probs_of_tokens(logits, ids[is_answer])
+            # A prompt is read once for all of its answers, which leaves a state for each token. And
+            # states become logits for some of the tokens at a time.
+            states = states_at(self.model, ids, mask, is_before)  # (tokens, width)
+            return in_pieces(self.log_probs_of_tokens, self.model, states, ids[is_answer])
 
     def log_probs_of_tokens(
         self, logits: torch.Tensor, tokens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits are (tokens, vocabulary), tokens are (tokens,), and so are both results."""
+        """Logits are (tokens, vocabulary), in float32. Tokens and both results are (tokens,)."""
         # The temperature is that of sampling. If top_p or top_k are set, they are left out here,
         # and the gradient is only approximate.
-        logits = at_least_float32(logits) / self.config.sampling.temperature
+        logits = logits / self.config.sampling.temperature
         log_probs = logits.log_softmax(-1)  # (tokens, vocabulary)
         token_log_probs = log_probs.gather(-1, tokens[:, None])[:, 0]  # (tokens,)
-        # To learn from entropies, take them out of `no_grad` (and see `is_learned_from`).
+        # Entropies are for the log. To learn from them, remove `no_grad`, and make sure that
+        # `is_learned_from` keeps the answers that you want to learn from.
         with torch.no_grad():
             entropies = -(log_probs.exp() * log_probs).sum(-1)  # (tokens,)
         return token_log_probs, entropies
 
+
+# The loss of Dr. GRPO is
+#
+#     - sum over answers, sum over their tokens: advantage * log_prob / normalizer
+#     with normalizer = number of answers * max_new_gen_tokens
+#
+# Why? We want a higher mean reward for answers that the model samples itself. That mean is the sum
+# of p(answer) * reward over all possible answers. As grad log p = grad p / p, its gradient is
+#
+#     sum of (grad p) * reward  =  sum of p * (grad log p) * reward
+#
+# which is a mean over sampled answers again, so samples estimate it (REINFORCE, Williams 1992). As
+# log p of an answer is the sum over its tokens, a step down this loss raises the mean reward.
+#
+# Why the advantage and not the reward? On average, grad log p is 0:
+#
+#     sum of p * grad log p  =  sum of grad p  =  grad of (sum of p)  =  grad of 1  =  0
+#
+# So we may subtract any number that doesn't depend on the answer. The mean reward of the others
+# removes noise: without it, a right answer would push as hard when seven of eight are right as when
+# it's the only one. (Our mean includes the answer itself, which only sets the scale: in a group of
+# 8, reward - mean = 7/8 * (reward - mean of the others).)
+#
+# Why no ratio? A token's probability now, divided by what it was when sampled, corrects for a
+# policy that has changed since then. Ours hasn't, so the ratio is 1. (In mixed precision it's only
+# nearly 1, because the sampler's weights are rounded. `sampler_gap` in the log says how nearly.)
+# And as grad ratio = ratio * grad log p, the gradient is the same with a ratio of 1 as with log p.
+#
+# Why this normalizer? A constant only sets the scale. AdamW nearly cancels it, and only the limit
+# max_grad_norm notices. Dividing by each answer's length would give tokens of short answers more
+# weight. Sums are over all ranks, so it doesn't matter which rank or micro-batch has an answer.
 
 def policy_loss(
     log_probs: torch.Tensor,   # (tokens,) of a micro-batch, one answer after the other
@@ -427,36 +452,7 @@ def policy_loss(
     totals: dict[str, float],  # the answers of the step and their tokens, over all ranks
     training: TrainingSettings,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Returns this micro-batch's part of the loss, and sums for the log. The loss of Dr. GRPO is
-
-        - sum over answers, sum over their tokens: advantage * log_prob / normalizer
-        with normalizer = number of answers * max_new_gen_tokens
-
-    Why? We want a higher mean reward for answers that the model samples itself. That mean is the
-    sum of p(answer) * reward over all possible answers. As grad log p = grad p / p, its gradient is
-
-        sum of (grad p) * reward  =  sum of p * (grad log p) * reward
-
-    which is a mean over sampled answers again, so samples estimate it (REINFORCE, Williams 1992).
-    As log p of an answer is the sum over its tokens, a step down this loss raises the mean reward.
-
-    Why the advantage and not the reward? On average, grad log p is 0:
-
-        sum of p * grad log p  =  sum of grad p  =  grad of (sum of p)  =  grad of 1  =  0
-
-    So we may subtract any number that doesn't depend on the answer. The mean reward of the others
-    removes noise: without it, a right answer would push as hard when seven of eight are right as
-    when it's the only one. (Our mean includes the answer itself, which only sets the
-    scale: in a group of 8, reward - mean = 7/8 * (reward - mean of the others).)
-
-    Why no ratio? A token's probability now, divided by what it was when sampled, corrects for a
-    policy that has changed since then. Ours hasn't, so the ratio is 1. And as grad ratio = ratio *
-    grad log p, the gradient is the same with a ratio of 1 as with log p.
-
-    Why this normalizer? A constant only sets the scale. AdamW nearly cancels it, and only the limit
-    max_grad_norm notices. Dividing by each answer's length would give tokens of short answers more
-    weight. Sums are over all ranks, so it doesn't matter which rank or micro-batch has an answer.
-    """
+    """Returns this micro-batch's part of the loss, and sums for the log."""
     advantages = torch.cat([answer.token_advantages for answer in batch]).to(log_probs)
     objective = advantages * log_probs  # (tokens,)
     normalizer = totals["answers"] * training.max_new_gen_tokens
@@ -470,8 +466,8 @@ def policy_loss(
 
 
 def is_learned_from(answer: Trajectory, training: TrainingSettings) -> bool:
-    """Whether `policy_loss` has a gradient for the answer. If you add a term to the loss that has
-    one for every answer, say so here."""
+    """Whether `policy_loss` has a gradient for the answer. By default it has none where the
+    advantage is 0. If you add a term that has one for every answer, return True here."""
     if is_masked(answer, training):  # a variant
         return False
     return bool(answer.token_advantages.any()) or training.has_reference  # for variants
@@ -489,9 +485,9 @@ def learning_rate_at(step: int, training: TrainingSettings) -> float:
 # ---------------------------------------------------------------- 6. evaluation
 
 def evaluate(run: Run) -> list[list[Trajectory]] | None:
-    """Samples a group of `best_of_n` answers to every held-out question. Each rank takes a part of
-    the questions. Rank 0 returns all groups in the order of the rows, and other ranks return None.
-    Collective."""
+    """Samples a group of `best_of_n` answers to every held-out question, at the same temperature as
+    in training. Each rank takes a part of the questions. Rank 0 returns all groups in the order of
+    the rows, and other ranks return None. Collective."""
     torch.manual_seed(random_seed(run.config.training.seed, run.step, "evaluate"))
     asked = [make_question(run, row) for row in run.validation_rows[RANK::WORLD_SIZE]]
     groups = rollout(
@@ -507,19 +503,17 @@ def evaluate(run: Run) -> list[list[Trajectory]] | None:
 def evaluate_and_keep_best(run: Run) -> None:
     """Evaluates the model, and saves it as the last one, and perhaps as the best. Collective.
 
-    The best is the one with the highest "eval/solved", the share of right answers. If two are
-    equal, "eval/best_of_n" decides, the share of questions for which the answer with the highest
-    reward is right. For example, of 100 questions with 4 answers each, 60 have one right answer and
-    the others none: then solved is 0.15 and best_of_n is 0.60, if a right answer always has a
-    higher reward than a wrong one."""
+    The best model has the highest `solved`, the share of right answers. If two are equal,
+    `best_of_n` decides: the share of questions whose answer with the highest reward is right."""
     groups = evaluate(run)
     run.last_evaluation = run.step
     if groups is None:
         return  # Only rank 0 has the answers. It saves the sampler, which is never sharded.
     metrics = evaluation_metrics(groups, run.task)
-    is_best = quality(metrics) > run.best
+    quality = [metrics["eval/solved"], metrics["eval/best_of_n"]]
+    is_best = quality > run.best  # Lists are compared from left to right.
     if is_best:
-        run.best = quality(metrics)
+        run.best = quality
     run.folder.save_model(run.sampler, run.model.generation_config, run.tokenizer,
                           run.log.how_it_was_made(run.step, metrics), is_best)
     run.log.evaluation(run.step, metrics, groups)
@@ -564,7 +558,7 @@ def save(run: Run) -> None:
     with run.log.phase("save"):
         check_weights(run.model, run.sampler, run.step)
         run.folder.save(run.model, run.optimizer, step=run.step, best=run.best,
-                        last_evaluation=run.last_evaluation)
+                        last_evaluation=run.last_evaluation, own_state=run.own_state)
 
 
 def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
@@ -581,12 +575,12 @@ def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
         sampler = make_sampler(model, config)
         reference = None
         if training.has_reference:
-            reference = make_policy(teacher or make_reference(model, config), config)
+            reference = Policy(teacher or make_reference(model, config), config)
     with log.phase("prepare"):
         # A run resumes with the questions, the teacher and the frozen weights that it began with,
         # or not at all.
         folder.check_data(training_rows, validation_rows, model, teacher)
-        policy = make_policy(model, config)
+        policy = Policy(model, config)
         if training.shard:  # Each rank keeps a part of every weight.
             policy = Sharded(policy)
         else:
@@ -594,32 +588,18 @@ def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
         optimizer = torch.optim.AdamW(  # `learn` sets the learning rate of each step.
             policy.parameters(), lr=0.0, betas=training.adam_betas,
             weight_decay=training.weight_decay, fused=True)
-        # Two backward passes whose gradient is 0, and a step with learning rate 0, after which
-        # AdamW's count of steps is set back to 0. Now AdamW has its state, which `restore` can
-        # fill. And DistributedDataParallel has settled in which order it sums, so that a resumed
-        # run sums as one that was never stopped.
-        warm_up(policy, optimizer)
+        warm_up(policy, optimizer)  # Now AdamW has its state, which `restore` can fill.
         any_prompt = encode_prompt(training_rows[0], task, tokenizer, config)
-        # On three made-up answers and 20 greedily sampled tokens, this compares
-        #   - Policy, generate_plain and generate_fast with the model's own forward pass, one answer
-        #     at a time,
-        #   - FastPolicy, `policy` and the reference of a KL penalty with Policy,
-        #   - a teacher with its own forward pass.
-        # The run ends here if a mean difference exceeds 0.001 nats per token, or 0.2 if not in
-        # float32. (With model.fast=false, a line tells how far main.py's own passes are off.)
-        check_model(Policy(sampler, config), policy, reference, generate_plain, any_prompt,
-                    stop_ids[0], config)
-        restored = folder.restore(model, optimizer)  # step, best and last_evaluation
+        # Ends the run if `Policy` or `generate` computes something else than the model itself does
+        # for one answer at a time. (With model.check=warn, a line says so if it's `Policy`.)
+        check_model(
+            Policy(sampler, config), policy, reference, any_prompt, stop_ids[0], config)
+        restored = folder.restore(model, optimizer)  # step, best, last_evaluation and own_state
         refresh_sampler(sampler, model)
     return Run(
         config=config, folder=folder, log=log, task=task, tokenizer=tokenizer, stop_ids=stop_ids,
         training_rows=training_rows, validation_rows=validation_rows, model=model, sampler=sampler,
         policy=policy, reference=reference, optimizer=optimizer, **restored)
-
-
-def make_policy(model: nn.Module, config: Config) -> nn.Module:
-    plain = Policy(model, config)
-    return FastPolicy(plain) if config.model.fast else plain
 
 
 # ---------------------------------------------------------------- Variants
@@ -703,12 +683,11 @@ def variant_objective(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The objective with a ratio, a KL penalty or a teacher. Returns it, and sums for the log."""
     watched = {}
-    if training.learning_type == "distill":
-        of_teacher = teacher_advantages(log_probs, batch)
-        watched["teacher_lower"] = (of_teacher < 0).sum()
-        advantages = advantages + of_teacher
-    elif training.kl_beta and training.kl_in == "reward":
-        advantages = advantages - training.kl_beta * kl_in_reward(log_probs, batch)
+    if training.has_reference and training.kl_in == "reward":
+        of_reference = reference_advantages(batch, training)
+        if training.learning_type == "distill":
+            watched["teacher_lower"] = (of_reference < 0).sum()
+        advantages = advantages + of_reference
     if training.updates_per_batch == 1:  # The ratio is 1, so `ratio` and `clip` change nothing.
         objective = advantages * log_probs
     else:
@@ -718,7 +697,7 @@ def variant_objective(
     if training.has_reference:
         kl = kl_estimate(log_probs, batch)
         watched["kl"] = kl.sum()
-        if training.kl_beta and training.kl_in == "loss":
+        if training.kl_in == "loss":
             objective = objective - training.kl_beta * kl
     return objective, watched
 
@@ -759,32 +738,27 @@ def add_reference_log_probs(run: Run, answers: list[Trajectory]) -> None:
         store_in_answers(batch, reference_log_probs=log_probs)
 
 
-def teacher_advantages(log_probs: torch.Tensor, batch: list[Trajectory]) -> torch.Tensor:
-    """On-policy distillation (Agarwal et al. 2023). Keys: `learning_type: distill`, `teacher`.
+def reference_advantages(batch: list[Trajectory], training: TrainingSettings) -> torch.Tensor:
+    """What a teacher, or a KL penalty in the reward, adds to the advantage of each token:
 
-    The policy is a student, which samples the answers. A teacher, another model that is never
-    trained, says how likely it would have been to write each token. The advantage of a token is
+        weight * (log-probability of the reference - log-probability of the policy)
 
-        log-probability of the teacher - log-probability of the student
+    Both are taken before the first update, because they are a part of the reward. So a token
+    becomes more likely if the reference likes it better than the policy does.
 
-    so a token that the teacher likes better than the student does becomes more likely. Rewards are
-    logged, and teach nothing. On average a step lowers KL(student || teacher) at each token, given
-    everything before it. It's the penalty of `kl_in_reward` with beta 1 and with the teacher as the
-    reference."""
-    teacher_log_probs = torch.cat([answer.reference_log_probs for answer in batch])
-    return (teacher_log_probs - log_probs).detach()
+    On-policy distillation (Agarwal et al. 2023). Keys: `learning_type: distill`, `teacher`. The
+    policy is a student, which samples the answers. The reference is its teacher, a model that is
+    never trained. The weight is 1, and rewards are logged, but teach nothing. On average a step
+    lowers KL(student || teacher) at each token, given everything before it.
 
-
-def kl_in_reward(log_probs: torch.Tensor, batch: list[Trajectory]) -> torch.Tensor:
-    """A KL penalty as a part of each token's reward. Keys: `kl_beta`, `kl_in: reward`.
-
-    It keeps the policy near the model as it was loaded. Beta times this value is subtracted from
-    the advantage; it's detached, so it has no gradient of its own. On average the result is the
-    gradient of KL(policy || reference) at each token. (A token also changes the KL of later ones,
-    which is left out.) That's true in the first update, if all answers are learned from, so not
-    with `sil` or `mask_truncated`."""
+    A KL penalty in the reward. Keys: `kl_beta`, `kl_in: reward`. The reference is the model as it
+    was loaded, and the weight is `kl_beta`. That keeps the policy near this model: on average, the
+    result is the gradient of -kl_beta * KL(policy || reference) at each token. (A token also
+    changes the KL of later ones, which is left out.) It's true in the first update, if all answers
+    are learned from, so not with `sil` or `mask_truncated`."""
     reference_log_probs = torch.cat([answer.reference_log_probs for answer in batch])
-    return (log_probs - reference_log_probs).detach()
+    old_log_probs = torch.cat([answer.old_log_probs for answer in batch])
+    return training.kl_weight * (reference_log_probs - old_log_probs)
 
 
 def kl_estimate(log_probs: torch.Tensor, batch: list[Trajectory]) -> torch.Tensor:

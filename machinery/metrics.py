@@ -17,6 +17,7 @@ from machinery.errors import SharedError
 from machinery.passes import measure_in_batches
 from machinery.ranks import DEVICE, WORLD_SIZE, max_over_ranks, sum_over_ranks
 from machinery.settings import Config, TrainingSettings, is_due
+from machinery.sharding import unsharded
 from machinery.tasks import Task, grade
 
 # At this mean gap (in nats) or more, sampler and policy are different models (docs/numbers.md).
@@ -51,9 +52,10 @@ class UpdateStatistics:
         for name, value in values.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
 
-    def summary(self, grad_norm: float) -> dict[str, float]:
+    def summary(self, grad_norm: torch.Tensor) -> dict[str, float]:
         """Returns the update's statistics over all ranks. Entropy, KL and the clipped share are
         means over the tokens that were learned from. Collective."""
+        grad_norm = float(unsharded(grad_norm))
         totals = sum_over_ranks({name: float(total) for name, total in self.sums.items()})
         loss = totals.pop("loss")
         num_tokens = totals.pop("tokens")
@@ -278,11 +280,6 @@ def evaluation_metrics(groups: list[list], task: Task) -> dict[str, float]:
     metrics["eval/completion_length"] = fmean(answer.num_tokens for answer in answers)
     metrics["eval/truncated"] = fmean(answer.is_truncated for answer in answers)
     return metrics
-
-
-def quality(metrics: dict[str, float]) -> list[float]:
-    """Returns what decides which evaluation was best, compared in this order."""
-    return [metrics["eval/solved"], metrics["eval/best_of_n"]]
 
 
 def wilson_interval(values: list[float], most: int) -> tuple[float, float]:

@@ -1,49 +1,93 @@
-"""A prompt is processed once for all of its answers, both in sampling and in learning."""
+"""A prompt is read once for all of its answers, both in sampling and in learning."""
 
-import copy
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin
 
-from machinery.passes import body_of, pad_right
+from machinery.passes import at_least_float32, body_of, output_logits, pad_left, pad_right
 
-ROWS_PER_PASS = 16  # A micro-batch is sorted by length, so a few rows together need little padding.
+MOST_LOGITS = 2**26  # tokens x vocabulary that exist at once, which take 256 MiB in float32
 
 
 # ---------------------------------------------------------------- in learning
 
-def hidden_states(
-    model: Any, prompts: list[list[int]], inputs: torch.Tensor, is_token: torch.Tensor
+def states_at(
+    model: Any, ids: torch.Tensor, mask: torch.Tensor, where: torch.Tensor
 ) -> torch.Tensor:
-    """Returns the hidden states at the inputs, (tokens, width), one row after the other.
+    """Returns the model's last hidden states at the marked places, (places, width), one row after
+    the other. The model's output layer turns them into `model(ids, mask).logits[where]`.
 
-    Each row of `inputs`, (rows, time), follows its prompt. `is_token` has the same shape, and says
-    which inputs are wanted. Equal prompts are processed once, if the model can continue from there
-    for each of their rows."""
-    if can_continue(model):
-        return continue_prompts(model, prompts, inputs, is_token)
-    return process_whole_rows(model, prompts, inputs, is_token)
+    All three tensors are (rows, time), padded on the right, and a row's marked places follow each
+    other. What comes before them is its prompt. Equal prompts are read once, if the model can
+    continue from there for each of their rows."""
+    if not (keeps_cache(model) and can_branch(model)):
+        output = body_of(model)(input_ids=ids, attention_mask=mask, use_cache=False)
+        return output.last_hidden_state[where]
+    # For a prompt p0 p1 p2 and an answer a0 a1, p2 and a0 are marked, because they predict a0 and
+    # a1. So the prompt that is read once is p0 p1, and the rest of the row is p2 a0. A row without
+    # marked places still has something to read.
+    prompts = []
+    rests = []
+    firsts = where.int().argmax(1).tolist()
+    counts = where.sum(1).clamp(min=1).tolist()
+    for row, first, count in zip(ids.tolist(), firsts, counts, strict=True):
+        prompts.append(row[:first])
+        rests.append(row[first:first + count])
+    cache, prompt_mask = read_prompts(model, prompts)
+    rest_ids, is_rest = pad_right(rests, ids.device)  # (rows, longest rest)
+    whole_mask = torch.cat([prompt_mask, is_rest], 1)
+    output = body_of(model)(
+        input_ids=rest_ids,
+        attention_mask=whole_mask,
+        position_ids=positions(whole_mask)[:, -rest_ids.shape[1]:],
+        past_key_values=cache,
+        use_cache=True,
+    )
+    is_marked = is_rest & where.any(1)[:, None]
+    return output.last_hidden_state[is_marked]
 
 
-def process_whole_rows(
-    model: Any, prompts: list[list[int]], inputs: torch.Tensor, is_token: torch.Tensor
-) -> torch.Tensor:
-    """The plain way: each row is a prompt followed by its inputs, padded on the right."""
-    num_wanted = is_token.sum(1).tolist()  # in each row
-    rows = []
-    for prompt, ids_of_row, count in zip(prompts, inputs.tolist(), num_wanted, strict=True):
-        rows.append(prompt + ids_of_row[:max(1, count)])
-    ids, mask = pad_right(rows, model.device)  # (rows, time)
-    output = body_of(model)(input_ids=ids, attention_mask=mask, use_cache=False)
-    states = []
-    for row, (prompt, count) in enumerate(zip(prompts, num_wanted, strict=True)):
-        states.append(output.last_hidden_state[row, len(prompt):len(prompt) + count])
-    return torch.cat(states)
+def in_pieces(
+    function: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    model: Any,
+    states: torch.Tensor,  # (tokens, width)
+    tokens: torch.Tensor,  # (tokens,)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns `function(logits, tokens)`, two tensors of shape (tokens,), where the logits are what
+    the model's output layer makes of the states.
+
+    The logits of all tokens may be by far the largest tensor. If there are more than MOST_LOGITS,
+    they're computed for a piece of the tokens at a time, and again in the backward pass."""
+    def of_piece(states: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return function(at_least_float32(output_logits(model, states)), tokens)
+
+    size = max(1, MOST_LOGITS // model.config.get_text_config().vocab_size)
+    if len(tokens) <= size:
+        return of_piece(states, tokens)
+    firsts = []
+    seconds = []
+    for some_states, some_tokens in zip(states.split(size), tokens.split(size), strict=True):
+        first, second = checkpoint(of_piece, some_states, some_tokens, use_reentrant=False)
+        firsts.append(first)
+        seconds.append(second)
+    return torch.cat(firsts), torch.cat(seconds)
 
 
-def can_continue(model: Any) -> bool:
+# ---------------------------------------------------------------- prompts and their cache
+
+def keeps_cache(model: Any) -> bool:
+    """Whether the model can continue from a KV cache. GPT has none, and Mamba has one of its own
+    kind."""
+    takes_cache = "past_key_values" in inspect.signature(model.forward).parameters
+    return takes_cache and not model._is_stateful
+
+
+def can_branch(model: Any) -> bool:
     """Whether several rows can continue from one pass over their prompt, while learning.
 
     With gradient checkpointing, transformers turns the cache off. Layers like Mamba's or a
@@ -55,86 +99,24 @@ def can_continue(model: Any) -> bool:
     return not (model.is_activation_checkpointing or has_running_state or is_sharded)
 
 
-def continue_prompts(
-    model: Any, prompts: list[list[int]], inputs: torch.Tensor, is_token: torch.Tensor
-) -> torch.Tensor:
-    """The fast way: one pass over the different prompts, then passes over a few rows of inputs."""
-    prompt_ids, prompt_mask, prompt_of_row = pad_prompts(prompts, model.device)
-    cache = prefill(model, prompt_ids, prompt_mask)
-    states = []
-    for start in range(0, len(prompts), ROWS_PER_PASS):
-        few = slice(start, start + ROWS_PER_PASS)
-        rows = prompt_of_row[few]
-        # As long as the longest of these rows, and at least one input.
-        num_inputs = max(1, int(is_token[few].sum(1).max()))
-        ids = inputs[few, :num_inputs]  # (rows, inputs)
-        is_wanted = is_token[few, :num_inputs]
-        # The first input is always there, the next one only if a token came before it: 110 -> 111.
-        is_input = is_wanted.roll(1, dims=1)
-        is_input[:, 0] = True
-        mask = torch.cat([prompt_mask[rows], is_input], 1)  # (rows, time)
-        output = body_of(model)(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=position_ids(mask)[:, -num_inputs:],
-            past_key_values=select_rows(cache, rows),
-            use_cache=True,
-        )
-        states.append(output.last_hidden_state[is_wanted])
-    return torch.cat(states)
-
-
-# ---------------------------------------------------------------- prompts and their cache
-
-def pad_prompts(
-    prompts: list[list[int]], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Takes each different prompt once, and pads on the left. Returns their ids and attention mask,
-    both (different prompts, time), and which of them each prompt is, (prompts,)."""
+def read_prompts(model: Any, prompts: list[list[int]]) -> tuple[Cache, torch.Tensor]:
+    """Returns the KV cache of these prompts, and their mask, (prompts, time), with padding on the
+    left. Equal prompts are read once."""
     index_of: dict[tuple[int, ...], int] = {}
     which = []
     for prompt in prompts:
-        key = tuple(prompt)
-        index_of.setdefault(key, len(index_of))
-        which.append(index_of[key])
-    longest = max(1, *[len(prompt) for prompt in index_of])
-    ids = []
-    mask = []
-    for prompt in index_of:
-        padding = longest - len(prompt)
-        ids.append([0] * padding + list(prompt))
-        mask.append([False] * padding + [True] * len(prompt))
-    return (
-        torch.tensor(ids, device=device),
-        torch.tensor(mask, device=device),
-        torch.tensor(which, device=device),
-    )
-
-
-def prefill(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> Cache:
-    """Returns the KV cache of these prompts. Ids and mask are (prompts, time)."""
+        which.append(index_of.setdefault(tuple(prompt), len(index_of)))
+    ids, mask = pad_left([list(prompt) for prompt in index_of], model.device)
     output = body_of(model)(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=position_ids(mask),
-        use_cache=True,
-    )
-    if getattr(output, "past_key_values", None) is None:
-        raise ValueError("the model returns no KV cache to continue from")
-    return output.past_key_values
+        input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=True)
+    rows = torch.tensor(which, device=model.device)
+    keep_rows(output.past_key_values, rows)
+    return output.past_key_values, mask[rows]
 
 
-def position_ids(attention_mask: torch.Tensor) -> torch.Tensor:
+def positions(mask: torch.Tensor) -> torch.Tensor:
     """Each row counts its own tokens from 0, however it's padded. `generate` does the same."""
-    return (attention_mask.cumsum(-1) - 1).clamp(min=0)
-
-
-def select_rows(cache: Cache, rows: torch.Tensor) -> Cache:
-    """Returns a copy of the cache with only these rows. The original stays as it is."""
-    selected = copy.copy(cache)
-    selected.layers = [copy.copy(layer) for layer in cache.layers]
-    keep_rows(selected, rows)
-    return selected
+    return (mask.cumsum(-1) - 1).clamp(min=0)
 
 
 def keep_rows(cache: Cache, rows: torch.Tensor) -> None:

@@ -30,7 +30,8 @@ from machinery.settings import VERSION, Config, default_run_name, experiment, fl
 from machinery.sharding import fill, gathered
 from machinery.tasks import describe_data
 
-NEW = {"step": 0, "best": [-1.0, -1.0], "last_evaluation": None}  # No evaluation is worse.
+# How a run begins. No evaluation is worse than this best one.
+NEW = {"step": 0, "best": [-1.0, -1.0], "last_evaluation": None, "own_state": {}}
 GROWING_FILES = ("metrics.jsonl", "samples.jsonl")
 FILES = ("config.yaml", MAIN, TASK, *GROWING_FILES, "curves.png", "summary.json")
 LINKS = ("best", "last")  # Each points to a model, like model-000012.
@@ -137,7 +138,6 @@ class RunFolder:
                               "or a different order, on different ranks (or the ranks have "
                               "different models): make them the same on all ranks")
         then = self.state.get("data", self.data)
-        then.setdefault("model", self.data["model"])  # Older checkpoints don't have it.
         names = {"model": f"model.name={self.config.model.name!r}",
                  "teacher": f"training.teacher={self.config.training.teacher!r}"}
         for key, name in names.items():
@@ -213,7 +213,7 @@ class RunFolder:
             self.save(model, optimizer, **NEW)
             if RANK == 0:
                 self.write_code(self.code.texts)
-            return NEW
+            return copy.deepcopy(NEW)
         with as_user_error(f"{self.checkpoint} does not match model.name="
                            f"{self.config.model.name!r}, or cannot be read"):
             files = open_tensors(self.checkpoint) if RANK == 0 else {}
@@ -241,6 +241,7 @@ class RunFolder:
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, **state: Any) -> None:
         """Saves everything needed to resume. Random numbers have no state. Collective."""
+        check_own_state(state["own_state"])
         parts = gathered(state_tensors(model, optimizer, state["step"]), BYTES_OF_A_FILE)
         if RANK != 0:
             list(parts)  # This rank gets no parts, but takes part in gathering them.
@@ -351,6 +352,19 @@ def check_weights(model: nn.Module, sampler: nn.Module, step: int) -> None:
         raise SharedError(
             f"after step {step}, the ranks have different weights: either their gradients were not "
             "shared, or the ranks compute differently. This step was not saved")
+
+
+def check_own_state(own_state: dict[str, Any]) -> None:
+    """Refuses a state that a checkpoint wouldn't give back as it is, to every rank. Collective."""
+    with errors_on_all_ranks(), as_user_error("own_state cannot be saved as JSON"):
+        text = json.dumps(own_state)
+        if json.loads(text) != own_state:
+            raise UserError("own_state would not come back from a checkpoint as it is: use lists "
+                            "instead of tuples, and strings as the keys of dictionaries")
+    if any(other != own_state for other in gather(own_state)):
+        raise SharedError("the ranks have different values in own_state. A checkpoint keeps those "
+                          "of rank 0: compute them from something that all ranks share, for "
+                          "example with sum_over_ranks")
 
 
 def checksum(weights: Iterable[torch.Tensor]) -> int:

@@ -1,5 +1,5 @@
-"""Hugging Face's `generate`, made faster: equal prompts are read once, and answers leave the batch
-as soon as they've ended."""
+"""Hugging Face's `generate`, called for a few tokens at a time: equal prompts are read once, and
+answers leave the batch as soon as they've ended."""
 
 import copy
 from collections.abc import Callable
@@ -10,10 +10,16 @@ from torch.nn.functional import cross_entropy, pad
 from transformers import GenerationConfig, LogitsProcessor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from machinery.prompts import keep_rows, pad_prompts, prefill
+from machinery.errors import UserError
+from machinery.passes import pad_left
+from machinery.prompts import keep_rows, keeps_cache, read_prompts
 
 TOKENS_PER_SLICE = 16  # After this many tokens, the answers that have ended leave the batch.
 CACHE_ROOM = 16  # This many tokens can be appended to a layer of the cache without copying it.
+# What `sample` sets. Other settings may count from the beginning of an answer, and would count anew
+# in each slice.
+KNOWN_SETTINGS = {"do_sample", "temperature", "top_p", "top_k", "max_new_tokens", "eos_token_id",
+                  "pad_token_id", "transformers_version"}
 
 
 class NotedLogProbs(LogitsProcessor):
@@ -45,19 +51,23 @@ class NotedLogProbs(LogitsProcessor):
 
 
 @torch.inference_mode()
-def generate_fast(
+def generate(
     sampler: nn.Module,
     prompts: list[list[int]],
     settings: GenerationConfig,
     on_ended: Callable[[int], object],
 ) -> list[tuple[list[int], list[float]]]:
-    """Calls `sampler.generate` for a few tokens at a time. Returns the tokens of an answer to each
-    prompt, including the stop token, and the log-probabilities they were sampled with. `on_ended`
-    is told how many more answers have ended."""
+    """Samples an answer to each prompt. Returns its tokens, up to and including the first stop
+    token, and their log-probabilities at the sampling temperature, before top_p and top_k.
+    `on_ended` is told how many more answers have ended."""
+    refuse_other_settings(settings)
     sampler.eval()  # In train mode, gradient checkpointing would drop the KV cache.
     stop_ids = set(settings.eos_token_id)
     slice_settings = copy.copy(settings)
-    ids, mask, cache = prefill_for_generate(sampler, prompts)  # (rows, time), padded on the left
+    ids, mask = pad_left(prompts, sampler.device)  # (answers, longest prompt)
+    cache = None  # `generate` then makes one of its own, anew for each slice.
+    if keeps_cache(sampler) and ids.shape[1] > 1:
+        cache = roomy_cache(sampler, prompts)
     completions: list[tuple[list[int], list[float]]] = [([], []) for _ in prompts]
     completion_of_row = list(range(len(prompts)))
     for num_done in range(0, settings.max_new_tokens, TOKENS_PER_SLICE):
@@ -82,9 +92,18 @@ def generate_fast(
             break
         ids = sequences[still_open]
         mask = pad(mask, (0, new_ids.shape[1]), value=True)[still_open]
-        keep_rows(cache, torch.tensor(still_open, device=ids.device))
+        if cache is not None:
+            keep_rows(cache, torch.tensor(still_open, device=ids.device))
     on_ended(len(completion_of_row))  # These are truncated.
     return completions
+
+
+def refuse_other_settings(settings: GenerationConfig) -> None:
+    others = sorted(settings.to_diff_dict().keys() - KNOWN_SETTINGS)
+    if others:
+        raise UserError(f"sample in main.py sets {', '.join(others)}, but answers are sampled "
+                        f"{TOKENS_PER_SLICE} tokens at a time, and it would begin again with each "
+                        f"of these slices: set no more than {', '.join(sorted(KNOWN_SETTINGS))}")
 
 
 def up_to_stop(ids: list[int], stop_ids: set[int]) -> list[int]:
@@ -95,23 +114,14 @@ def up_to_stop(ids: list[int], stop_ids: set[int]) -> list[int]:
     return ids
 
 
-def prefill_for_generate(
-    model: nn.Module, prompts: list[list[int]]
-) -> tuple[torch.Tensor, torch.Tensor, Cache]:
-    """Returns what `generate` continues from: ids and mask, (prompts, time), and the KV cache of
-    all tokens but the last. Equal prompts are processed once."""
-    prefixes = [prompt[:-1] for prompt in prompts]
-    prefix_ids, prefix_mask, which = pad_prompts(prefixes, model.device)
-    cache = prefill(model, prefix_ids, prefix_mask)
+def roomy_cache(model: nn.Module, prompts: list[list[int]]) -> Cache:
+    """Returns what `generate` continues from: the KV cache of all tokens but each prompt's last."""
+    cache, _ = read_prompts(model, [prompt[:-1] for prompt in prompts])
     for i, layer in enumerate(cache.layers):
         # Layers with a sliding window stay the library's own, and so do layers that stay empty.
         if type(layer) is DynamicLayer and layer.is_initialized:
             cache.layers[i] = RoomyLayer(layer)
-    keep_rows(cache, which)
-    last_ids = prefix_ids.new_tensor([prompt[-1:] for prompt in prompts])  # (prompts, 1)
-    ids = torch.cat([prefix_ids[which], last_ids], 1)
-    mask = pad(prefix_mask[which], (0, 1), value=True)
-    return ids, mask, cache
+    return cache
 
 
 class RoomyLayer(DynamicLayer):

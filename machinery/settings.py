@@ -22,7 +22,7 @@ from machinery.ranks import DEVICE, LOCAL_WORLD_SIZE, NUM_GPUS, WORLD_SIZE, end_
 ROOT = Path(__file__).resolve().parent.parent  # the folder of main.py
 # No number may be larger, including a reward. Sums of squares stay within float32.
 MOST = 1e9
-VERSION = 3  # It changes when the same settings mean a different experiment.
+VERSION = 4  # It changes when the same settings mean a different experiment.
 
 Natural = Annotated[StrictInt, Field(ge=0)]
 Count = Annotated[StrictInt, Field(ge=1)]
@@ -47,7 +47,7 @@ class ModelSettings(Section):
     lora_rank: Natural
     lora_alpha: Positive
     lora_targets: list[Text] | None
-    fast: StrictBool
+    check: Literal["refuse", "warn"]
 
 
 class TaskSettings(Section):
@@ -99,6 +99,11 @@ class TrainingSettings(Section, extra="allow"):  # for keys of your own, see `ch
         """Whether a second model takes part: a teacher, or the reference of a KL penalty."""
         return self.learning_type == "distill" or self.kl_beta > 0
 
+    @property
+    def kl_weight(self) -> float:
+        """How much log-probabilities of the reference count next to rewards."""
+        return 1.0 if self.learning_type == "distill" else self.kl_beta
+
 
 class SamplingSettings(Section):
     # At a lower temperature, dividing the logits by it would leave the range of float32.
@@ -144,14 +149,11 @@ KEYS = [f"{section}.{key}" for section, field in Config.model_fields.items()
 OWN = "training.my_"  # Keys of your own begin with this. config.yaml or another file declares them.
 # These keys may change between two starts of a run. All others define the experiment.
 FREE_KEYS = {
-    "model.device", "model.attention", "model.gradient_checkpointing",
+    "model.device", "model.attention", "model.gradient_checkpointing", "model.check",
     "training.max_steps", "training.tokens_per_micro_batch", "training.shard",
     "sampling.max_rows", "validation.every", "checkpoint.every",
     "run.dir", "run.name", "run.code", "logging.mlflow",
 }
-# Keys added since VERSION, with the value that means what runs did before. At this value a key
-# isn't part of the experiment, so older runs resume.
-ADDED_KEYS = {"data.validation": None, "training.teacher": None}
 
 
 class Parser(argparse.ArgumentParser):
@@ -274,7 +276,7 @@ def check_learning_type(training: TrainingSettings) -> None:
     if training.teacher is None:
         raise UserError("training.learning_type=distill: set training.teacher to a folder with a "
                         "model and its tokenizer, or to a hub id")
-    for key, default in (("kl_beta", 0.0), ("scale_rewards", "none")):
+    for key, default in (("kl_beta", 0.0), ("kl_in", "reward"), ("scale_rewards", "none")):
         value = getattr(training, key)
         if value != default:
             raise UserError(f"training.{key}={value}: set it to {default} with distill, where "
@@ -318,8 +320,7 @@ def experiment(config: Config) -> dict[str, Any]:
     take together per step, not how many each of them takes."""
     settings = {}
     for key, value in flatten(config).items():
-        is_new = key in ADDED_KEYS and value == ADDED_KEYS[key]
-        if key not in FREE_KEYS and not is_new:
+        if key not in FREE_KEYS:
             settings[key] = value
     settings["training.num_samples_per_step"] *= WORLD_SIZE
     settings["version"] = VERSION

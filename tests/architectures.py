@@ -6,8 +6,8 @@ prints what docs/models.md says of each.
 
 Each model is saved, loaded as a run loads it, and checked as a run checks it. What is then trained
 is compared once more with loops that share no code with the trainer: 40 greedy tokens, and
-log-probabilities and gradients in float32. All of this in the fast and in the plain way, with
-gradient checkpointing, and with LoRA."""
+log-probabilities and gradients in float32. All of this with gradient checkpointing and with LoRA,
+too."""
 
 import sys
 import tempfile
@@ -25,10 +25,12 @@ from transformers import AutoTokenizer, GenerationConfig
 import main
 from machinery.check import check_model
 from machinery.errors import UserError
-from machinery.prompts import can_continue
+from machinery.model import find_stop_ids, load_model, make_sampler
+from machinery.prompts import can_branch, keeps_cache
 from machinery.ranks import join
-from machinery.sampling import generate_fast
+from machinery.sampling import generate
 from machinery.sharding import Sharded
+from machinery.tasks import Question
 
 BOUND = 1e-4
 # What is noted while sampling. With padded prompts and a cache, the library's own `generate` of
@@ -63,18 +65,13 @@ def examine(name: str, folder: Path) -> Finding:
     finding = Finding(name)
     save_with_tokenizer(tiny_model(name), folder)
     try:
-        finding.differences = compare(begin(folder, model__fast=False), "plain: ")
+        run = begin(folder)
     except UserError as error:
         finding.refusal = str(error)
         return finding
-    try:
-        run = begin(folder)
-    except UserError as error:
-        finding.notes.append(f"only with model.fast=false: {error}")
-        return finding
-    if not can_continue(run.model):
+    if not (keeps_cache(run.model) and can_branch(run.model)):
         finding.notes.append("each answer processes its prompt itself")
-    finding.differences |= compare(run, "")
+    finding.differences = compare(run, "")
     if run.model.supports_gradient_checkpointing:
         run.model.activation_checkpointing_enable()
         finding.differences |= compare_learning(run, "checkpointing: ")
@@ -87,6 +84,15 @@ def examine(name: str, folder: Path) -> Finding:
     return finding
 
 
+class Unwrapped(torch.nn.Module):
+    """Stands in for DistributedDataParallel, which wants every weight to get a gradient."""
+
+    def __init__(self, policy: torch.nn.Module):
+        super().__init__()
+        self.module = policy
+        self.forward = policy.forward
+
+
 def save_with_tokenizer(model, folder: Path) -> None:
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(ROOT / "tiny" / "model").save_pretrained(folder)
@@ -96,13 +102,12 @@ def begin(folder: Path, **overrides) -> SimpleNamespace:
     """Loads and checks a model as `prepare` does. Returns what that needs of a run."""
     config = make_config(**{"model__name": str(folder), "model__precision": "float32",
                             "sampling__temperature": TEMPERATURE, **overrides})
-    model, tokenizer = main.load_model(config)
-    sampler = main.make_sampler(model, config)
-    policy = main.make_policy(model, config)
-    if config.training.shard:
-        policy = Sharded(policy)
-    check_model(main.Policy(sampler, config), policy, None, main.generate_plain, LONG,
-                main.find_stop_ids(model, tokenizer)[0], config)
+    model, tokenizer = load_model(config)
+    sampler = make_sampler(model, config)
+    policy = main.Policy(model, config)
+    policy = Sharded(policy) if config.training.shard else Unwrapped(policy)
+    check_model(main.Policy(sampler, config), policy, None, LONG,
+                find_stop_ids(model, tokenizer)[0], config)
     return SimpleNamespace(config=config, model=model, policy=policy, sampler=sampler)
 
 
@@ -129,7 +134,6 @@ def compare_sampling(run, label: str) -> dict[str, float]:
     """How far the logits of sampled tokens are from the highest, by full passes of single rows."""
     greedy = GenerationConfig(do_sample=True, top_k=1, top_p=1.0, temperature=TEMPERATURE,
                               max_new_tokens=NUM_GREEDY, eos_token_id=NO_STOP, pad_token_id=0)
-    generate = generate_fast if run.config.model.fast else main.generate_plain
     completions = generate(run.sampler, PROMPTS, greedy, lambda num_ended: None)
     farthest = farthest_noted = 0.0
     run.model.eval()
@@ -149,8 +153,7 @@ def compare_learning(run, label: str) -> dict[str, float]:
     answers = []
     for i, length in enumerate((7, 1, 12, 4, 9)):
         completion = [(11 * i + 7 * t) % 250 + 3 for t in range(length)]
-        answers.append(main.Trajectory(
-            main.Question({}, PROMPTS[i % 3]), completion, "", False))
+        answers.append(main.Trajectory(Question({}, PROMPTS[i % 3]), completion, "", False))
     num_tokens = sum(answer.num_tokens for answer in answers)
     weights = torch.linspace(-1, 1, num_tokens)
 
