@@ -293,7 +293,7 @@ class Logger:
 
     def _summary(self) -> dict[str, Any]:
         evaluations = self._evaluations()
-        best = max(evaluations, key=lambda record: (record["eval/solved"], record["eval/best_of_n"]))
+        best = max(evaluations, key=lambda entry: (entry["eval/solved"], entry["eval/best_of_n"]))
         if (self.path / "best" / "training.json").exists():  # It may be worse, if deleted.
             step = json.loads((self.path / "best" / "training.json").read_text())["step"]
             best = [entry for entry in evaluations if entry["step"] == step][-1]

@@ -81,10 +81,10 @@ def in_pieces(
 # ---------------------------------------------------------------- prompts and their cache
 
 def keeps_cache(model: Any) -> bool:
-    """Whether the model can continue from a KV cache. GPT has none, and Mamba has one of its own
-    kind."""
+    """Whether the model can continue from the library's KV cache. The first GPT keeps none, and
+    Mamba and MiniMax keep caches of their own."""
     takes_cache = "past_key_values" in inspect.signature(model.forward).parameters
-    return takes_cache and not model._is_stateful
+    return takes_cache and model._supports_default_dynamic_cache()
 
 
 def can_branch(model: Any) -> bool:
@@ -93,7 +93,7 @@ def can_branch(model: Any) -> bool:
     With gradient checkpointing, transformers turns the cache off. Layers like Mamba's or a
     convolution keep a running state, which can continue from a prompt but can't go back to it. And
     sharded weights are gathered again for each pass, so fewer passes are better."""
-    layers = DynamicCache(config=model.config).layers
+    layers = empty_cache(model).layers
     has_running_state = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
     is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     return not (model.is_activation_checkpointing or has_running_state or is_sharded)
@@ -107,11 +107,18 @@ def read_prompts(model: Any, prompts: list[list[int]]) -> tuple[Cache, torch.Ten
     for prompt in prompts:
         which.append(index_of.setdefault(tuple(prompt), len(index_of)))
     ids, mask = pad_left([list(prompt) for prompt in index_of], model.device)
-    output = body_of(model)(
-        input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=True)
+    cache = empty_cache(model)
+    body_of(model)(
+        input_ids=ids, attention_mask=mask, position_ids=positions(mask), past_key_values=cache,
+        use_cache=True)
     rows = torch.tensor(which, device=model.device)
-    keep_rows(output.past_key_values, rows)
-    return output.past_key_values, mask[rows]
+    keep_rows(cache, rows)
+    return cache, mask[rows]
+
+
+def empty_cache(model: Any) -> Cache:
+    """Returns the cache that `generate` would begin with."""
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
 
 
 def positions(mask: torch.Tensor) -> torch.Tensor:

@@ -117,7 +117,8 @@ def begin_with_adapters(finding: Finding, folder: Path) -> SimpleNamespace:
     except UserError as error:
         assert "model.lora_targets" in str(error), error
         finding.notes.append("LoRA needs model.lora_targets")
-        return begin(folder, model__lora_rank=4, model__lora_targets=["q_proj", "v_proj"])
+        targets = ["in_proj"] if "mamba" in finding.name else ["q_proj", "v_proj"]
+        return begin(folder, model__lora_rank=4, model__lora_targets=targets)
 
 
 def compare(run, label: str) -> dict[str, float]:
