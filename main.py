@@ -81,8 +81,8 @@ from machinery.sharding import Sharded
 from logger import Logger
 from machinery.check import check_model
 from machinery.code import code_of
-from machinery.metrics import (NOTHING_LEARNED, UpdateStatistics, count_skipped,
-                               evaluation_metrics, step_metrics)
+from machinery.metrics import (UpdateStatistics, count_skipped, evaluation_metrics,
+                               step_metrics)
 from machinery.runs import RunFolder, check_weights
 from machinery.settings import Config, SamplingSettings, TrainingSettings, is_due, load_config
 
@@ -131,7 +131,7 @@ class Run:
     whole.)
 
     A step changes nothing but the weights, the state of `optimizer`, and the last four fields. So
-    that's what a checkpoint holds."""
+    that's what a checkpoint holds. (It holds `own_state` as JSON, once for all ranks.)"""
 
     config: Config
     folder: RunFolder
@@ -149,9 +149,7 @@ class Run:
     step: int                     # training steps done, including the one that is running
     best: list[float]             # how good the best model is, on rank 0; [-1, -1] at first
     last_evaluation: int | None   # the step after which the model was last evaluated
-    # Empty, for whatever a change of yours has to remember. It has to be the same on all ranks, and
-    # made of what JSON knows.
-    own_state: dict
+    own_state: dict               # for what a change of yours has to remember; empty by default
 
 
 # ---------------------------------------------------------------- the algorithm
@@ -317,7 +315,7 @@ def learn(run: Run, answers: list[Trajectory]) -> list[dict[str, float]]:
         "learned": len(learned),
     })
     if totals["learned"] == 0:
-        return [NOTHING_LEARNED]  # statistics for the log
+        return [UpdateStatistics.OF_NOTHING]
     if training.has_reference:  # a teacher or a KL penalty, both variants
         add_reference_log_probs(run, learned)
     updates = []
@@ -352,7 +350,7 @@ def policy_gradient(
     for batch in run.log.progress(micro_batches):
         is_last = batch is micro_batches[-1]
         sharing = nullcontext() if is_last else policy.no_sync()
-        with sharing:
+        with sharing:  # from the forward pass on, where DistributedDataParallel prepares for it
             log_probs, entropies = policy(batch)  # both (tokens,), one answer after the other
             if batch[0].old_log_probs is None:  # In the first update, no answer has them yet.
                 store_in_answers(batch, old_log_probs=log_probs)  # detached, (tokens,) in each
@@ -390,11 +388,11 @@ class Policy(nn.Module):
         #     is_before     0  0  1  1  0     The logits at p2 predict a0, those at a0 predict a1.
         is_before = is_answer.roll(-1, dims=1)
         with autocast(self.config):
-            # The next two lines are, in less time and memory,
+            # The next two lines compute what these would, in less time and memory:
             #     logits = self.model(ids, mask).logits[is_before]  # (tokens, vocabulary)
             #     return self.log_probs_of_tokens(logits, ids[is_answer])
-            # A prompt is read once for all of its answers, which leaves a state for each token. And
-            # states become logits for some of the tokens at a time.
+            # `states_at` reads a prompt once for all of its answers, and stops before the model's
+            # last layer. `in_pieces` applies that layer, for some of the tokens at a time.
             states = states_at(self.model, ids, mask, is_before)  # (tokens, width)
             return in_pieces(self.log_probs_of_tokens, self.model, states, ids[is_answer])
 

@@ -26,19 +26,20 @@ MOVED = 1e-6  # A token moved if its log-probability changed by more than this.
 GROUPS_GRADED_AGAIN = 4  # on each rank, with two answers of each group
 MOST_SKIPPED_STEPS = 5  # in a row
 MOST_GROUPS = 0.95  # A step of 16 groups may learn from a single one.
-NOTHING_LEARNED = {
-    "loss": 0.0,
-    "entropy": math.nan,
-    "grad_norm": math.nan,
-    "updated": 0,
-    "non_finite": 0,
-}
 
 
 # ---------------------------------------------------------------- of an update
 
 class UpdateStatistics:
     """Adds up over micro-batches what is reported about an update."""
+
+    OF_NOTHING = {  # where there was nothing to learn from
+        "loss": 0.0,
+        "entropy": math.nan,
+        "grad_norm": math.nan,
+        "updated": 0,
+        "non_finite": 0,
+    }
 
     def __init__(self):
         self.sums: dict[str, Any] = {}
