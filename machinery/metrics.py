@@ -8,7 +8,7 @@ import resource
 import sys
 from itertools import chain
 from statistics import fmean, pstdev, stdev
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ MOST_GROUPS = 0.95  # A step of 16 groups may learn from a single one.
 class UpdateStatistics:
     """Adds up over micro-batches what is reported about an update."""
 
-    OF_NOTHING = {  # where there was nothing to learn from
+    OF_NOTHING: ClassVar[dict[str, float]] = {  # where there was nothing to learn from
         "loss": 0.0,
         "entropy": math.nan,
         "grad_norm": math.nan,
