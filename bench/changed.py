@@ -40,7 +40,7 @@ def read(path: Path) -> tuple[str, str]:
 
 
 def facts_of(path: Path) -> dict[str, str]:
-    """Returns what the head says in lines like `keys: model.fast=false`."""
+    """Returns what the head says in lines like `keys: model.check=warn`."""
     head, _ = read(path)
     lines = head.replace("\n         ", " ").splitlines()  # A long fact continues below.
     facts = dict(line.split(": ", 1) for line in lines if ": " in line)

@@ -22,7 +22,7 @@ COPIED = {"logger.py", "countdown.py", "config.yaml", "pyproject.toml", "README.
 SECONDS = 60  # for one test; the slowest takes three
 DEFAULT = ("compare_with_group", "policy_loss")
 VARIANTS = ("imitate_best", "scale_advantages", "variant_normalizer", "variant_objective",
-            "ratio_objective", "kl_in_reward", "kl_estimate")
+            "ratio_objective", "reference_advantages", "kl_estimate")
 PLACEHOLDER = 'raise NotImplementedError("yours to write")'
 LEARNING = "tests/test_learning.py::test_"
 FAMILY = "tests/test_family.py::test_"
@@ -43,7 +43,7 @@ STAGES = [
         f"{LEARNING}the_advantage_is_the_reward_less_the_mean_of_its_group"]),
     Stage("compare_with_group: exactly 0 if all rewards of a group are equal", [
         f"{LEARNING}equal_rewards_mean_an_advantage_of_exactly_zero"]),
-    Stage("policy_loss: the formula in its docstring", [
+    Stage("policy_loss: the formula in the comment above it", [
         f"{LEARNING}loss_and_gradient_equal_the_plain_formula_for_any_micro_batch_size"]),
     Stage("imitate_best: learning_type=sil. Among answers of equal reward the first ones count", [
         f"{LEARNING}sil_imitates_the_k_best_and_nothing_that_earned_nothing",
@@ -63,7 +63,8 @@ STAGES = [
     Stage("ratio_objective: ratio=sequence, and =cispo", [
         f"{RATIO}[GSPO-no KL-clipped]",
         f"{RATIO}[CISPO-no KL-clipped]"]),
-    Stage("kl_in_reward: kl_in=reward. variant_objective returns the sum of kl_estimate as 'kl'", [
+    Stage("reference_advantages: kl_in=reward. variant_objective returns the sum of kl_estimate as "
+          "'kl'", [
         f"{PUBLISHED}[GRPO-KL-unclipped-1]",
         f"{PUBLISHED}[DAPO-KL-clipped-2]"]),
     Stage("kl_estimate: kl_in=loss", [
