@@ -9,6 +9,7 @@ differ, relative to their norm. Some losses have different values by design, so 
 compared."""
 
 import copy
+import dataclasses
 import json
 import random
 import tempfile
@@ -18,6 +19,7 @@ import trl
 from harness import ROOT, main, torch
 from torch.nn.utils.rnn import pad_sequence
 
+from machinery.model import load_model
 from machinery.passes import store_in_answers
 
 L, ANSWERS, TEMPERATURE, BETA = 24, 16, 0.7, 0.5
@@ -37,12 +39,13 @@ def cases():
         clipped = {**here, **TWICE, "clip": (LOW, HIGH)}
         yield f"{loss_type}, one update", here, there
         yield f"{loss_type}, second update, clipped", clipped, there
-        for kl_in in ("loss", "reward"):
-            here_kl = {**here, "kl_beta": BETA, "kl_in": kl_in}
-            there_kl = {**there, "beta": BETA, "use_bias_correction_kl": kl_in == "reward"}
-            name = f"{loss_type}, KL in the {kl_in}"
-            yield f"{name}, one update", here_kl, there_kl
-            yield f"{name}, second update", here_kl | TWICE, there_kl | NOT_CLIPPED
+        in_loss = {**here, "kl_beta": BETA, "kl_in": "loss"}
+        there_kl = {**there, "beta": BETA, "use_bias_correction_kl": False}
+        yield f"{loss_type}, KL in the loss, one update", in_loss, there_kl
+        yield f"{loss_type}, KL in the loss, second update", in_loss | TWICE, there_kl | NOT_CLIPPED
+        # In a second update TRL computes this penalty again, and this trainer doesn't.
+        yield (f"{loss_type}, KL in the reward, one update", in_loss | {"kl_in": "reward"},
+               there_kl | {"use_bias_correction_kl": True})
     yield ("GSPO, second update",
            {**TWICE, "loss_normalizer": "sequence", "ratio": "sequence", "clip": (0.03, 0.04)},
            {"importance_sampling_level": "sequence", "epsilon_low": 0.03, "epsilon_high": 0.04})
@@ -66,7 +69,7 @@ def random_answers(model, tokenizer, config) -> list[main.Trajectory]:
         with torch.no_grad():
             for parameter in other.parameters():
                 parameter.add_(distance * parameter.std() * torch.randn_like(parameter))
-            log_probs, _ = main.make_policy(other, config)(answers)
+            log_probs, _ = main.Policy(other, config)(answers)
         store_in_answers(answers, **{name: log_probs})
     return answers
 
@@ -114,7 +117,7 @@ def compare() -> float:
     """Prints the table, and returns the largest difference."""
     config = main.load_config([f"sampling.temperature={TEMPERATURE}",
                                f"training.max_new_gen_tokens={L}"])
-    model, tokenizer = main.load_model(config)
+    model, tokenizer = load_model(config)
     model.double().train()
     answers = random_answers(model, tokenizer, config)
     trainer = trl_trainer()
@@ -122,10 +125,15 @@ def compare() -> float:
     worst = 0.0
     for name, here, there in cases():
         training = config.training.model_copy(update=here)
-        log_probs, entropies = main.make_policy(model, config)(answers)
+        log_probs, entropies = main.Policy(model, config)(answers)
         inputs = trl_inputs(answers)
+        if training.updates_per_batch == 1:
+            batch = [dataclasses.replace(answer) for answer in answers]
+            store_in_answers(batch, old_log_probs=log_probs)
+        else:
+            batch = answers
         totals = {"answers": ANSWERS, "tokens": int(inputs["num_items_in_batch"])}
-        loss, _ = main.policy_loss(log_probs, entropies, answers, totals, training)
+        loss, _ = main.policy_loss(log_probs, entropies, batch, totals, training)
         gradient = gradient_of(loss, model)
 
         theirs = THEIR_DEFAULTS | there

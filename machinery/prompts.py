@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLa
 
 from machinery.passes import at_least_float32, body_of, output_logits, pad_left, pad_right
 
-MOST_LOGITS = 2**26  # tokens x vocabulary that exist at once, which take 256 MiB in float32
+MOST_LOGITS = 2**25  # tokens x vocabulary that exist at once, which take 128 MiB in float32
 
 
 # ---------------------------------------------------------------- in learning
