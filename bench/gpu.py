@@ -145,7 +145,7 @@ def gradient_of(
     model, answers: list, precision: str, device: torch.device, keys: list[str]
 ) -> torch.Tensor:
     config = load_config([f"model.precision={precision}", *keys])
-    policy = DistributedDataParallel(main.make_policy(copy.deepcopy(model).to(device), config))
+    policy = DistributedDataParallel(main.Policy(copy.deepcopy(model).to(device), config))
     run = SimpleNamespace(policy=policy, config=config, log=harness.SilentLog())
     num_tokens = sum(answer.num_tokens for answer in answers)
     main.policy_gradient(run, answers, {"answers": len(answers), "tokens": num_tokens})

@@ -119,7 +119,7 @@ def learning_config(**overrides):
 def make_policy(model, config, **how):
     """What `learn` uses of a run: the model wrapped as in `prepare`. SGD takes AdamW's place. Its
     steps are large enough for ratios to leave the clipping range."""
-    wrapped = torch.nn.parallel.DistributedDataParallel(main.make_policy(model, config), **how)
+    wrapped = torch.nn.parallel.DistributedDataParallel(main.Policy(model, config), **how)
     return SimpleNamespace(
         policy=wrapped, model=model, sampler=model, config=config, reference=None, log=SILENT_LOG,
         optimizer=torch.optim.SGD(model.parameters()), step=1)
@@ -140,7 +140,7 @@ def learn(model, trajectories, **overrides):
     config = learning_config(**overrides)
     run = make_policy(model, config, gradient_as_bucket_view=True)
     if config.training.has_reference:
-        run.reference = main.make_policy(main.make_reference(reference_of(model), config), config)
+        run.reference = main.Policy(main.make_reference(reference_of(model), config), config)
     return main.learn(run, as_sampled_from(model, trajectories))[-1]
 
 
@@ -193,7 +193,8 @@ def plain_loss(model, trajectories: list, B: int, L: int, temperature: float, *,
         for t, logprob in enumerate(logprobs):
             A = trajectory.advantage
             if beta and kl_in == "reward":
-                A += beta * (reference[i][t] - logprob.item())
+                # A reward doesn't change when the policy does, so later updates keep it.
+                A += beta * (reference[i][t] - (logprob.item() if old is None else old[i][t]))
             if old is None:
                 gain = A * logprob
             else:
@@ -347,7 +348,7 @@ def outcome(folder: Path) -> dict:
     return {"metrics": [without_times(entry) for entry in read_jsonl(folder / "metrics.jsonl")],
             "samples": read_jsonl(folder / "samples.jsonl"),
             "step": checkpoint.name,
-            "state": [state[key] for key in ("step", "best", "last_evaluation")],
+            "state": [state[key] for key in ("step", "best", "last_evaluation", "own_state")],
             "tensors": digest(checkpoint / "tensors-1.safetensors"),
             "best": digest(folder / "best" / "model.safetensors"),
             "links": [(folder / link).resolve().name for link in ("best", "last")],

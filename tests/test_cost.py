@@ -23,7 +23,7 @@ from conftest import (
 from processes import ROOT, ranks
 
 import main
-from machinery import fast, prompts, sampling
+from machinery import prompts, sampling
 
 
 def shapes_processed(model) -> list[tuple[int, int]]:
@@ -56,8 +56,7 @@ def test_sampling_processes_each_prompt_once_and_finished_answers_no_further(mon
     assert sum(lengths) <= num_tokens(shapes[1:]) < sum(lengths) + 4 * len(lengths)
 
 
-def test_learning_processes_each_prompt_once_a_micro_batch_and_pads_little(one_rank, monkeypatch):
-    monkeypatch.setattr(prompts, "ROWS_PER_PASS", 4)
+def test_learning_processes_each_prompt_once_a_micro_batch(one_rank):
     answers = make_trajectories(48, longest=40)
     for i, answer in enumerate(answers):
         answer.question = main.Question({}, PROMPTS[i // 16])
@@ -68,30 +67,29 @@ def test_learning_processes_each_prompt_once_a_micro_batch_and_pads_little(one_r
     main.learn(
         make_policy(model, learning_config(training__tokens_per_micro_batch=10_000)), answers)
 
-    useful = sum(answer.num_tokens for answer in answers)
-    assert shapes[0] == PREFILL
-    assert len(shapes) == 1 + 48 // 4
-    assert useful <= num_tokens(shapes[1:]) < 1.1 * useful
+    assert shapes == [PREFILL, (48, max(answer.num_tokens for answer in answers))]
 
 
-def test_logits_for_all_tokens_never_exist_together(one_rank, monkeypatch):
-    """They are computed in chunks, and again in the backward pass, so that none is kept."""
-    chunks = []
-    output_logits = fast.output_logits
+@pytest.mark.parametrize("most, times", [(40, 2), (10**6, 1)])
+def test_no_more_logits_than_allowed_exist_together(most, times, one_rank, monkeypatch):
+    """If there are more, they are computed in pieces, and again in the backward pass, so that none
+    is kept."""
+    pieces = []
+    output_logits = prompts.output_logits
 
     def counted(model, states):
-        chunks.append(len(states))
+        pieces.append(len(states))
         return output_logits(model, states)
 
-    monkeypatch.setattr(fast, "output_logits", counted)
-    monkeypatch.setattr(fast, "LOGITS_PER_CHUNK", 40 * VOCABULARY)
+    monkeypatch.setattr(prompts, "output_logits", counted)
+    monkeypatch.setattr(prompts, "MOST_LOGITS", most * VOCABULARY)
     answers = make_trajectories(32, longest=60)
     num_learned = sum(answer.num_tokens for answer in answers if answer.advantage)
 
     main.learn(make_policy(
         make_model(), learning_config(training__tokens_per_micro_batch=10**6)), answers)
 
-    assert max(chunks) == 40 and sum(chunks) == 2 * num_learned
+    assert max(pieces) == min(most, num_learned) and sum(pieces) == times * num_learned
 
 
 def run_script(path: str, *arguments: str):

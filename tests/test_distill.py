@@ -80,8 +80,9 @@ def test_the_expected_gradient_is_that_of_kl_at_each_token_with_what_came_before
         log_probs = of_tokens(student, prompt, answer)
         trajectory = main.Trajectory(main.Question({}, prompt), list(answer), "", False)
         trajectory.reference_log_probs = of_tokens(teacher, prompt, answer).detach()
+        trajectory.old_log_probs = log_probs.detach()
         probability = log_probs.sum().exp().item()
-        advantages = main.teacher_advantages(log_probs, [trajectory])
+        advantages = main.reference_advantages([trajectory], make_config(**DISTILL).training)
         mean_objective = mean_objective + probability * (advantages * log_probs).sum()
         for t in range(len(answer)):
             reached[answer[:t]] = reached.get(answer[:t], 0.0) + probability
@@ -105,7 +106,7 @@ def test_the_change_is_measured_towards_the_teacher_and_not_along_rewards(one_ra
     config = learning_config(training__learning_rate=1e-4, **DISTILL)
     model = make_model("gpt2", torch.float64)
     run = make_policy(model, config, gradient_as_bucket_view=True)
-    run.reference = main.make_policy(main.make_reference(reference_of(model), config), config)
+    run.reference = main.Policy(main.make_reference(reference_of(model), config), config)
     answers = as_sampled_from(model, make_trajectories())
     for answer in answers:
         answer.advantage = 0.0

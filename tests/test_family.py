@@ -40,18 +40,16 @@ RATIOS = {"GSPO": {"training__ratio": "sequence"}, "CISPO": {"training__ratio": 
 # ---------------------------------------------------------------- the loss
 
 def learn_as_in_plain_loops(keys: dict) -> dict:
-    """Learns from made-up answers in several micro-batches, in the plain and in the fast way.
-    Returns the metrics of the last update, once its loss and gradient equal the formula's."""
+    """Learns from made-up answers in several micro-batches. Returns the metrics of the last update,
+    once its loss and gradient equal the formula's."""
     expected_loss, expected = learn_in_plain_loops(make_trajectories(), "gpt2", **keys)
-    for fast in (False, True):
-        model = make_model("gpt2", torch.float64)
+    model = make_model("gpt2", torch.float64)
 
-        metrics = learn(model, make_trajectories(), training__tokens_per_micro_batch=60,
-                        model__fast=fast, **keys)
+    metrics = learn(model, make_trajectories(), training__tokens_per_micro_batch=60, **keys)
 
-        assert relative_error(gradient(model), expected) < BOUND[torch.float64], fast
-        # The loss is a sum of numbers near 1 and -1.
-        assert metrics["loss"] == pytest.approx(expected_loss, abs=BOUND[torch.float64])
+    assert relative_error(gradient(model), expected) < BOUND[torch.float64]
+    # The loss is a sum of numbers near 1 and -1.
+    assert metrics["loss"] == pytest.approx(expected_loss, abs=BOUND[torch.float64])
     return metrics
 
 

@@ -60,7 +60,7 @@ def update(trajectories, **overrides):
     model = make_model("gpt2", torch.float64)
     run = make_policy(model, config, gradient_as_bucket_view=True)
     if config.training.has_reference:
-        run.reference = main.make_policy(main.make_reference(reference_of(model), config), config)
+        run.reference = main.Policy(main.make_reference(reference_of(model), config), config)
     answers = as_sampled_from(model, trajectories)
     metrics = main.learn(run, answers)[-1]
     learned = [answer for answer in answers if answer.old_log_probs is not None]
@@ -129,7 +129,6 @@ def sample_and_learn(temperature, **sampling):
 @pytest.mark.mathematics
 @pytest.mark.parametrize(("temperature", "sampling", "has_gap"), [
     (0.6, {"sampling__temperature": 0.6}, False),
-    (0.6, {"sampling__temperature": 0.6, "model__fast": False}, False),
     (0.6, {}, True),
     # They are noted before both of these.
     (1.0, {"sampling__top_p": 0.7, "sampling__top_k": 5}, False)], ids=str)

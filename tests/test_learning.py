@@ -24,9 +24,10 @@ from conftest import (
 )
 
 import main
+from machinery import prompts
 from machinery.errors import SharedError
 from machinery.metrics import count_skipped
-from machinery.passes import split_into_micro_batches
+from machinery.passes import output_logits, pad_right, split_into_micro_batches
 from machinery.settings import is_due
 
 pytestmark = pytest.mark.mathematics
@@ -36,9 +37,8 @@ pytestmark = pytest.mark.mathematics
 
 @pytest.fixture(autouse=True)
 def small_passes(monkeypatch):
-    """A micro-batch of all answers needs three passes, and its logits many chunks."""
-    monkeypatch.setattr("machinery.prompts.ROWS_PER_PASS", 5)
-    monkeypatch.setattr("machinery.fast.LOGITS_PER_CHUNK", 10 * VOCABULARY)
+    """The logits of most micro-batches come in many pieces."""
+    monkeypatch.setattr("machinery.prompts.MOST_LOGITS", 10 * VOCABULARY)
 
 
 def make_pairs() -> list:
@@ -59,15 +59,13 @@ def test_loss_and_gradient_equal_the_plain_formula_for_any_micro_batch_size(
     answers = make_pairs()
     expected_loss, expected = learn_in_plain_loops(answers, architecture, dtype)
     random.Random(1).shuffle(answers)  # Their order does not matter either.
-    for fast in (False, True):
-        model = make_model(architecture, dtype)
+    model = make_model(architecture, dtype)
 
-        metrics = learn(model, answers, training__tokens_per_micro_batch=tokens_per_micro_batch,
-                        model__fast=fast)
+    metrics = learn(model, answers, training__tokens_per_micro_batch=tokens_per_micro_batch)
 
-        assert relative_error(gradient(model), expected) < BOUND[dtype], fast
-        # The loss is a sum of numbers near 1 and -1.
-        assert metrics["loss"] == pytest.approx(expected_loss, abs=BOUND[dtype])
+    assert relative_error(gradient(model), expected) < BOUND[dtype]
+    # The loss is a sum of numbers near 1 and -1.
+    assert metrics["loss"] == pytest.approx(expected_loss, abs=BOUND[dtype])
 
 
 def test_learning_puts_the_model_back_into_train_mode_after_sampling(one_rank):
@@ -93,10 +91,30 @@ def test_entropies_are_those_of_each_answer_alone(architecture):
         p = torch.softmax(logits / TEMPERATURE, dim=-1)
         expected.append((-p * p.log()).sum(-1))
 
-    for fast in (False, True):
-        _, entropies = main.make_policy(model, learning_config(model__fast=fast))(answers)
+    _, entropies = main.Policy(model, learning_config())(answers)
 
-        assert torch.allclose(entropies, torch.cat(expected), rtol=0, atol=BOUND[torch.float32])
+    assert torch.allclose(entropies, torch.cat(expected), rtol=0, atol=BOUND[torch.float32])
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("branches", [True, False], ids=["prompts read once", "whole rows"])
+def test_states_at_marked_places_become_the_models_own_logits_there(
+        architecture, branches, monkeypatch):
+    """Two rows have the same prompt, one has a prompt of one token, and one has no marked place."""
+    monkeypatch.setattr(prompts, "can_branch", lambda model: branches)
+    model = make_model(architecture)
+    rows = [[5, 6, 7, 8, 9], [5, 6, 7, 3], [2, 4, 4, 4], [9, 9]]
+    is_before = [[0, 0, 1, 1], [0, 0, 1], [1, 1, 1], [0]]
+    ids, mask = pad_right(rows, model.device)
+    where, _ = pad_right([[*row, 0] for row in is_before], model.device)
+
+    states = prompts.states_at(model, ids, mask, where.bool())
+
+    expected = []
+    for row, marks in zip(rows, is_before, strict=True):
+        logits = model(torch.tensor([row])).logits[0]
+        expected += [logits[t] for t, mark in enumerate(marks) if mark]
+    assert torch.allclose(output_logits(model, states), torch.stack(expected), rtol=0, atol=1e-5)
 
 
 def test_only_answers_with_an_advantage_are_processed_and_gradients_are_shared_once_an_update(

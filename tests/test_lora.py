@@ -79,7 +79,7 @@ def test_only_the_adapters_learn_and_the_kl_term_measures_from_the_model_without
     model.zero_grad()
 
     run = make_policy(model, config)
-    run.reference = main.make_policy(main.make_reference(model, config), config)
+    run.reference = main.Policy(main.make_reference(model, config), config)
     [metrics] = main.learn(run, trajectories)
 
     assert 1e-3 < metrics["kl"] < 0.3  # As in training.
@@ -98,8 +98,8 @@ def test_the_kl_is_exactly_zero_as_long_as_nothing_was_learned(lora_rank, precis
     model, _ = main.load_model(config)
     trajectories = make_trajectories(12)
 
-    logprobs, _ = main.make_policy(model.train(), config)(trajectories)
-    reference = main.make_policy(main.make_reference(model, config), config)
+    logprobs, _ = main.Policy(model.train(), config)(trajectories)
+    reference = main.Policy(main.make_reference(model, config), config)
     reference_logprobs, _ = reference(trajectories)
 
     assert torch.equal(reference_logprobs, logprobs) and not reference_logprobs.requires_grad

@@ -52,8 +52,7 @@ def probabilities_of_pairs(model, temperature: float) -> torch.Tensor:
 
 
 @mathematics
-@pytest.mark.parametrize("fast", [True, False])
-def test_samples_follow_the_models_softmax_whatever_its_generation_config_says(fast):
+def test_samples_follow_the_models_softmax_whatever_its_generation_config_says():
     model, temperature, num_samples = make_clear_model(), 0.6, 6000
     # A repetition penalty, for example, would show in the second token.
     model.generation_config = GenerationConfig(
@@ -61,8 +60,7 @@ def test_samples_follow_the_models_softmax_whatever_its_generation_config_says(f
         repetition_penalty=2.0, no_repeat_ngram_size=1)
 
     answers = sample(model, [PROMPTS[0]], num_samples, sampling__temperature=temperature,
-                     training__max_new_gen_tokens=2, sampling__max_rows=num_samples,
-                     model__fast=fast)
+                     training__max_new_gen_tokens=2, sampling__max_rows=num_samples)
 
     observed = torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.float64)
     for answer in answers:
@@ -119,10 +117,10 @@ def greedy(model, prompt: list[int], length: int, stop: int) -> list[int]:
     return ids[len(prompt):]
 
 
-def greedy_samples(model, prompts, stop, max_rows=100, fast=True) -> list[list[int]]:
+def greedy_samples(model, prompts, stop, max_rows=100) -> list[list[int]]:
     """Sampling as main.py does it, of nothing but the likeliest token."""
     answers = sample(model, prompts, 3, eos=stop, sampling__top_k=1, sampling__max_rows=max_rows,
-                     training__max_new_gen_tokens=40, model__fast=fast)
+                     training__max_new_gen_tokens=40)
     return [answer.completion_ids for answer in answers]
 
 
@@ -150,11 +148,17 @@ def test_prefix_sharing_padding_and_leaving_early_change_no_token(
     assert len({len(ids) for ids in expected}) > 1  # Some leave while others continue.
 
     assert greedy_samples(model, prompts, stop) == expected
-    assert greedy_samples(model, prompts, stop, fast=False) == expected
     # Five rows a call. So groups are split between calls.
     assert greedy_samples(model, prompts, stop, max_rows=5) == expected
     # The shortest prompt that there can be, with no longer one beside it.
     assert greedy_samples(model, [[5]], stop) == [greedy(model, [5], 40, stop)] * 3
+
+
+def test_settings_that_would_count_anew_in_each_slice_are_refused():
+    settings = GenerationConfig(do_sample=True, min_new_tokens=24, eos_token_id=[0])
+
+    with pytest.raises(UserError, match="sets min_new_tokens"):
+        sampling.generate(make_clear_model(), PROMPTS, settings, lambda num_ended: None)
 
 
 # ---------------------------------------------------------------- stop tokens

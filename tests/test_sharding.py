@@ -66,9 +66,9 @@ def run_with_model(shard, architecture, dtype, settings):
         model.activation_checkpointing_enable()
     run = SimpleNamespace(config=config, model=model, log=SILENT_LOG)
     run.sampler = main.make_sampler(model, config)
-    run.reference = main.make_policy(main.make_reference(model, config), config)
+    run.reference = main.Policy(main.make_reference(model, config), config)
     wrap = Sharded if shard else torch.nn.parallel.DistributedDataParallel
-    run.policy = wrap(main.make_policy(model, config))
+    run.policy = wrap(main.Policy(model, config))
     run.optimizer = torch.optim.AdamW(run.policy.parameters())
     return run
 
