@@ -44,6 +44,7 @@ BY_HAND = f"{RUN}::test_best_of_n_and_all_means_of_an_evaluation_by_hand"
 INTERVAL = f"{RUN}::test_the_interval_is_wilsons_and_never_a_point"
 KILLED = "test_dead_ranks.py::test_torchruns_report_says_why_a_rank_may_have_been_killed"
 SUMMARY = f"{LOGGER}::test_the_summary_tells_the_first_the_last_and_the_best_evaluation"
+OWN_STATE = f"{RESUME}::test_a_state_of_ones_own_is_the_same_on_all_ranks_and_what_json_knows"
 UNDONE = f"{RESUME}::test_best_is_never_of_a_step_that_was_undone"
 OWN_FOLDERS = f"{RESUME}::test_a_users_own_folders_are_not_taken_for_ours"
 SAID_ONCE = f"{FAILURES}::test_one_ranks_mistake_is_said_once_and_again_in_torchruns_report"
@@ -81,8 +82,8 @@ MUTANTS = [
     Mutant("the last piece of logits left out", "machinery/prompts.py",
            "if len(tokens) <= size:", "if len(tokens) <= 2 * size:", COST),
     Mutant("inputs a token late", "machinery/prompts.py",
-           "rests.append(row[first:first + count])", "rests.append(row[first + 1:first + count + 1])",
-           LEARNING),
+           "rests.append(row[first:first + count])",
+           "rests.append(row[first + 1:first + count + 1])", LEARNING),
     Mutant("an advantage for the first token alone", "main.py",
            "dtype=torch.float64).expand(self.num_tokens)",
            "dtype=torch.float64).expand(self.num_tokens) * (torch.arange(self.num_tokens) < 1)",
@@ -283,6 +284,8 @@ MUTANTS = [
     Mutant("a resume that repeats a step", "machinery/runs.py",
            "        return restored\n",
            '        return {**restored, "step": max(0, restored["step"] - 1)}\n', RESUME),
+    Mutant("a state of one's own that differs between ranks", "machinery/runs.py",
+           "if any(other != own_state for other in gather(own_state)):", "if False:", OWN_STATE),
     Mutant("a resume that forgets how good the best model is", "machinery/runs.py",
            'if not (self.path / "best").exists():', "if True:", RESUME),
     Mutant("a best model that is gone, and never made again", "machinery/runs.py",

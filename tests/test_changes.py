@@ -22,6 +22,7 @@ import torch
 from conftest import (
     GROUP,
     QUESTIONS,
+    SMALL,
     TEMPERATURE,
     L,
     as_sampled_from,
@@ -31,6 +32,7 @@ from conftest import (
     make_model,
     make_policy,
     make_trajectories,
+    outcome,
     read_jsonl,
     relative_error,
     run_without_curves,
@@ -310,6 +312,20 @@ def test_the_gradient_of_a_change_equals_plain_loops(name, objective, one_rank, 
     usual = make_model("gpt2", torch.float64)
     main.learn(make_policy(usual, learning_config()), answers)
     assert relative_error(gradient(usual), expected) > 1e-3  # The change is no silent nothing.
+
+
+def test_a_curriculum_that_was_stopped_goes_on_where_it_was(tmp_path):
+    """One step and one more equal two, because the target is in `own_state`."""
+    def curriculum(name, max_steps):
+        keys = [f"run.name={name}", f"training.max_steps={max_steps}", f"run.dir={tmp_path}"]
+        assert changed.train_with(["curriculum"], [*SMALL, *keys]) == 0
+        return outcome(tmp_path / name)
+
+    curriculum("stopped", 1)
+    stopped, whole = curriculum("stopped", 2), curriculum("whole", 2)
+
+    assert 0 < whole["state"][-1]["difficulty"] < 0.5
+    assert stopped["state"][-1] == whole["state"][-1] and stopped["tensors"] == whole["tensors"]
 
 
 def test_what_runs_with_a_change_is_what_is_recorded():

@@ -305,6 +305,7 @@ def test_a_teacher_has_no_masters_no_adapters_and_no_gradient(precision, dtype):
     ({"training__learning_type": "distill"}, "set training.teacher to a folder"),
     ({"training__teacher": TINY}, "set training.learning_type to distill"),
     ({**DISTILL, "training__kl_beta": 0.1}, "set it to 0.0 with distill"),
+    ({**DISTILL, "training__kl_in": "loss"}, "set it to reward with distill"),
     ({**DISTILL, "training__scale_rewards": "group"}, "set it to none with distill"),
     ({**DISTILL, "training__ratio": "sequence"}, "set it to token or cispo with distill"),
     ({**DISTILL, "training__k_best_of_n": [1, 2]}, "or \\[1, 1\\] for distill"),

@@ -103,6 +103,39 @@ def test_ctrl_c_is_one_line(command, resumes):
     assert result.stderr == f"\nstopped by Ctrl-C{resumes}\n"
 
 
+# ---------------------------------------------------------------- state of one's own
+
+def count_steps(folder: str, max_steps: str, value: str):
+    """Each step adds what it makes of the value before, which each rank starts with at None."""
+    def training_step(run):
+        run.own_state["seen"] = [*run.own_state.get("seen", []), eval(value)]
+        return in_truth(run)
+
+    in_truth = main.training_step
+    main.training_step = training_step
+    run_without_curves(*SMALL, *EVERY_STEP, f"training.max_steps={max_steps}", f"run.dir={folder}")
+
+
+def test_a_state_of_ones_own_comes_back_on_all_ranks(tmp_path):
+    for max_steps in "12":
+        result = ranks(2, count_steps, str(tmp_path), max_steps, "run.step")
+        assert result.returncode == 0, result.stderr
+
+    assert outcome(tmp_path / "a")["state"][-1] == {"seen": [0, 1]}
+
+
+@pytest.mark.parametrize("value, says", [
+    ("main.RANK", "the ranks have different values in own_state"),
+    ("(1, 2)", "own_state would not come back"),
+    ("{1: 2}", "own_state would not come back"),
+    ("run", "own_state cannot be saved as JSON")])
+def test_a_state_of_ones_own_is_the_same_on_all_ranks_and_what_json_knows(value, says, tmp_path):
+    result = ranks(2, count_steps, str(tmp_path), "1", value)
+
+    assert result.codes == [2, 2]
+    assert result.stderr.count(says) == result.stderr.count("error: ") == 1, result.stderr
+
+
 # ---------------------------------------------------------------- damage
 
 @pytest.mark.parametrize(("name", "says"), [
