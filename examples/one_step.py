@@ -34,6 +34,7 @@ from machinery.metrics import MOVED, change_metrics
 from machinery.model import make_sampler, refresh_sampler
 from machinery.passes import measure_in_batches, store_in_answers
 from machinery.ranks import join, random_seed
+from machinery.runs import NEW
 from machinery.settings import Config, load_config
 from main import Run, Trajectory
 
@@ -57,7 +58,7 @@ def prepare(config: Config) -> Run:
     training = config.training.model_copy(update={"warmup_steps": 0, "decay_steps": None})
     config = config.model_copy(update={"training": training})
     # The learning rate of step 0 is 0.
-    restored = {"step": 1, "best": (-1.0, -1.0), "last_evaluation": None}
+    restored = {**NEW, "step": 1}
     folder = SimpleNamespace(
         check_data=lambda *rows: None, restore=lambda model, optimizer: restored)
     return main.prepare(config, folder, ask.SILENT_LOG)
