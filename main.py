@@ -1,5 +1,5 @@
 """GRPO, from question to update. The whole algorithm is in this file, and the plumbing is in
-machinery/.
+machinery/ and logger.py.
 
 A language model answers each question several times, and a program gives every answer a reward.
 Answers with more than the average of their group become a little more likely, the others a little
@@ -21,9 +21,9 @@ and get the reward 1.1: 1.0 for the result and 0.1 for the format. The other six
 for the format. The mean reward is 0.35, so a right answer has the advantage +0.75 and a wrong one
 -0.25.
 
-With config.yaml as it is, two processes take 8 questions each, so a step samples 2 x 8 x 8 = 128
-answers of at most 192 tokens. Each token of a right answer adds -0.75 / (128 x 192) times its
-log-probability to the loss, and each token of a wrong one adds +0.25 / (128 x 192) times its
+With config.yaml as it is, a step of two processes samples 2 processes x 8 questions x 8 answers =
+128 answers, of at most 192 tokens each. Each token of a right answer adds -0.75 / (128 x 192) times
+its log-probability to the loss, and each token of a wrong one adds +0.25 / (128 x 192) times its
 log-probability. So when the loss goes down, right answers become more likely. How far does this
 get? We start with a model of 1.4 million parameters that knows the format. It solves 39% of the
 puzzles it never trains on. After 60 steps, or two to three minutes on two CPU cores, it solves 97%.
@@ -130,8 +130,8 @@ class Run:
     of the weights. With training.shard, each rank holds a part of `model`, and the sampler is
     whole.)
 
-    A step changes nothing but the weights, the state of `optimizer`, and the last four fields. So
-    that's what a checkpoint holds. (It holds `own_state` as JSON, once for all ranks.)"""
+    A step changes nothing but the weights, the state of `optimizer`, `step`, `best`,
+    `last_evaluation` and `own_state`. So that's what a checkpoint holds."""
 
     config: Config
     folder: RunFolder
@@ -149,7 +149,7 @@ class Run:
     step: int                     # training steps done, including the one that is running
     best: list[float]             # how good the best model is, on rank 0; [-1, -1] at first
     last_evaluation: int | None   # the step after which the model was last evaluated
-    own_state: dict               # for what a change of yours has to remember; empty by default
+    own_state: dict               # Empty, for what a change of yours has to remember, as JSON.
 
 
 # ---------------------------------------------------------------- the algorithm
@@ -158,7 +158,8 @@ def training_step(run: Run) -> dict[str, float]:
     """Takes one step of Dr. GRPO. Returns statistics of its update. Collective."""
     run.step += 1
     training = run.config.training
-    # Random numbers depend on the seed, the step, the purpose and (`random_seed` adds it) the rank.
+    # Random numbers depend on the seed, the step, the purpose, and the rank, which `random_seed`
+    # adds itself.
     torch.manual_seed(random_seed(training.seed, run.step, "train"))
 
     # 1. to 3. Sample a group of answers to each of the next questions, and score them.
@@ -283,7 +284,7 @@ def compute_advantages(
             compare_with_group(group, training)
         elif training.learning_type == "sil":  # a variant
             group = imitate_best(group, training)
-        # With "distill", a variant, advantages stay 0 until `reference_advantages` adds to them.
+        # With "distill", a variant, they stay 0, and `variant_objective` adds what a teacher says.
         answers += group
     return answers
 
@@ -300,7 +301,71 @@ def compare_with_group(group: list[Trajectory], training: TrainingSettings) -> N
         scale_advantages(group, training)  # a variant
 
 
-# ---------------------------------------------------------------- 5. learning
+# ---------------------------------------------------------------- 5. learning: the loss
+
+# The loss of Dr. GRPO, with the log-probability that the policy gives to each sampled token, is
+#
+#     - sum over answers, sum over their tokens: advantage * log_prob / normalizer
+#     with normalizer = number of answers * max_new_gen_tokens
+#
+# Why? We want a higher mean reward for answers that the model samples itself. For one question,
+# that mean is the sum of p(answer) * reward over all possible answers. As grad log p = grad p / p,
+# its gradient is
+#
+#     sum of (grad p) * reward  =  sum of p * (grad log p) * reward
+#
+# which is a mean over sampled answers again, so samples estimate it (REINFORCE, Williams 1992). As
+# log p of an answer is the sum over its tokens, a step down this loss raises the mean reward.
+#
+# Why the advantage and not the reward? On average, grad log p is 0:
+#
+#     sum of p * grad log p  =  sum of grad p  =  grad of (sum of p)  =  grad of 1  =  0
+#
+# So we may subtract any number that doesn't depend on the answer, such as the mean reward of the
+# others in its group. That removes noise: without it, a right answer would push as hard when seven
+# of eight are right as when it's the only one. (Our mean includes the answer itself. That only sets
+# the scale: in a group of 8, reward - mean = 7/8 * (reward - mean of the others).)
+#
+# Why no ratio? A token's probability now, divided by what it was when sampled, corrects for a
+# policy that has changed since then. Ours hasn't, so the ratio is 1. (In mixed precision it's only
+# nearly 1, because the sampler's weights are rounded. `sampler_gap` in the log says how nearly.)
+# And as grad ratio = ratio * grad log p, the gradient is the same with a ratio of 1 as with log p.
+#
+# Why this normalizer? A constant only sets the scale. AdamW nearly cancels it, and only the limit
+# max_grad_norm notices. Dividing by each answer's length would give tokens of short answers more
+# weight. Sums are over all ranks, so it doesn't matter which rank or micro-batch has an answer.
+
+def policy_loss(
+    log_probs: torch.Tensor,   # (tokens,) of a micro-batch, one answer after the other
+    entropies: torch.Tensor,   # (tokens,), which the default loss does not use
+    batch: list[Trajectory],   # the micro-batch
+    totals: dict[str, float],  # the answers of the step and their tokens, over all ranks
+    training: TrainingSettings,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Returns this micro-batch's part of the loss, and sums for the log."""
+    advantages = torch.cat([answer.token_advantages for answer in batch]).to(log_probs)
+    objective = advantages * log_probs  # (tokens,)
+    normalizer = totals["answers"] * training.max_new_gen_tokens
+    watched = {}
+    if training.updates_per_batch > 1 or training.has_reference:  # a variant
+        objective, watched = variant_objective(advantages, log_probs, batch, training)
+    if training.loss_normalizer != "max_length":  # a variant
+        normalizer = variant_normalizer(batch, totals, training, log_probs)
+    # Add a term of your own to `objective` here, after the variants, which may replace it.
+    return -(objective / normalizer).sum(), watched
+
+
+def is_learned_from(answer: Trajectory, training: TrainingSettings) -> bool:
+    """Whether `policy_loss` has a gradient for the answer. By default it has none where the
+    advantage is 0. If you add a term that has one for every answer, return True here."""
+    if is_masked(answer, training):  # a variant
+        return False
+    if training.has_reference:  # a variant
+        return True
+    return bool(answer.token_advantages.any())
+
+
+# ---------------------------------------------------------------- 5. learning: the update
 
 def learn(run: Run, answers: list[Trajectory]) -> list[dict[str, float]]:
     """Updates the weights, once by default. Returns statistics of each update. Collective."""
@@ -338,14 +403,15 @@ def policy_gradient(
     `policy` is wrapped in DistributedDataParallel: during `backward` it replaces each gradient by
     its mean over all ranks, so all ranks take the same step. Within `no_sync` it doesn't. There,
     the gradients of micro-batches add up on their rank, and the sums are shared once, in the
-    backward pass of the last micro-batch. No rank may miss that pass. If a rank has nothing to
-    learn from, `split_into_micro_batches` makes up an answer without tokens, whose loss is an empty
-    sum."""
+    backward pass of the last micro-batch. (With training.shard, `Sharded` takes its place. It
+    averages as well, but after every micro-batch.)"""
     training = run.config.training
     policy = run.policy
     policy.train()  # Only gradient checkpointing needs this: dropout is 0.
     policy.zero_grad(set_to_none=False)  # The tensors stay: DistributedDataParallel sums in them.
     statistics = UpdateStatistics()
+    # No rank may miss the last pass. If a rank has nothing to learn from, it gets a micro-batch
+    # with a made-up answer that has no tokens, so its loss is an empty sum.
     micro_batches = split_into_micro_batches(learned, training)
     for batch in run.log.progress(micro_batches):
         is_last = batch is micro_batches[-1]
@@ -391,15 +457,16 @@ class Policy(nn.Module):
             # The next two lines compute what these would, in less time and memory:
             #     logits = self.model(ids, mask).logits[is_before]  # (tokens, vocabulary)
             #     return self.log_probs_of_tokens(logits, ids[is_answer])
-            # `states_at` reads a prompt once for all of its answers, and stops before the model's
-            # last layer. `in_pieces` applies that layer, for some of the tokens at a time.
+            # A model turns tokens into hidden states, and its output layer turns states into
+            # logits. `states_at` reads a prompt once for all of its answers. `in_pieces` calls
+            # `log_probs_of_tokens` with the logits, in float32, of some of the tokens at a time.
             states = states_at(self.model, ids, mask, is_before)  # (tokens, width)
             return in_pieces(self.log_probs_of_tokens, self.model, states, ids[is_answer])
 
     def log_probs_of_tokens(
         self, logits: torch.Tensor, tokens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits are (tokens, vocabulary), in float32. Tokens and both results are (tokens,)."""
+        """Logits are (tokens, vocabulary). Tokens and both results are (tokens,)."""
         # The temperature is that of sampling. If top_p or top_k are set, they are left out here,
         # and the gradient is only approximate.
         logits = logits / self.config.sampling.temperature
@@ -410,65 +477,6 @@ class Policy(nn.Module):
         with torch.no_grad():
             entropies = -(log_probs.exp() * log_probs).sum(-1)  # (tokens,)
         return token_log_probs, entropies
-
-
-# The loss of Dr. GRPO is
-#
-#     - sum over answers, sum over their tokens: advantage * log_prob / normalizer
-#     with normalizer = number of answers * max_new_gen_tokens
-#
-# Why? We want a higher mean reward for answers that the model samples itself. That mean is the sum
-# of p(answer) * reward over all possible answers. As grad log p = grad p / p, its gradient is
-#
-#     sum of (grad p) * reward  =  sum of p * (grad log p) * reward
-#
-# which is a mean over sampled answers again, so samples estimate it (REINFORCE, Williams 1992). As
-# log p of an answer is the sum over its tokens, a step down this loss raises the mean reward.
-#
-# Why the advantage and not the reward? On average, grad log p is 0:
-#
-#     sum of p * grad log p  =  sum of grad p  =  grad of (sum of p)  =  grad of 1  =  0
-#
-# So we may subtract any number that doesn't depend on the answer. The mean reward of the others
-# removes noise: without it, a right answer would push as hard when seven of eight are right as when
-# it's the only one. (Our mean includes the answer itself, which only sets the scale: in a group of
-# 8, reward - mean = 7/8 * (reward - mean of the others).)
-#
-# Why no ratio? A token's probability now, divided by what it was when sampled, corrects for a
-# policy that has changed since then. Ours hasn't, so the ratio is 1. (In mixed precision it's only
-# nearly 1, because the sampler's weights are rounded. `sampler_gap` in the log says how nearly.)
-# And as grad ratio = ratio * grad log p, the gradient is the same with a ratio of 1 as with log p.
-#
-# Why this normalizer? A constant only sets the scale. AdamW nearly cancels it, and only the limit
-# max_grad_norm notices. Dividing by each answer's length would give tokens of short answers more
-# weight. Sums are over all ranks, so it doesn't matter which rank or micro-batch has an answer.
-
-def policy_loss(
-    log_probs: torch.Tensor,   # (tokens,) of a micro-batch, one answer after the other
-    entropies: torch.Tensor,   # (tokens,), which the default loss does not use
-    batch: list[Trajectory],   # the micro-batch
-    totals: dict[str, float],  # the answers of the step and their tokens, over all ranks
-    training: TrainingSettings,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Returns this micro-batch's part of the loss, and sums for the log."""
-    advantages = torch.cat([answer.token_advantages for answer in batch]).to(log_probs)
-    objective = advantages * log_probs  # (tokens,)
-    normalizer = totals["answers"] * training.max_new_gen_tokens
-    watched = {}
-    if training.updates_per_batch > 1 or training.has_reference:  # a variant
-        objective, watched = variant_objective(advantages, log_probs, batch, training)
-    if training.loss_normalizer != "max_length":  # a variant
-        normalizer = variant_normalizer(batch, totals, training, log_probs)
-    # Add a term of your own to `objective` here, after the variants, which may replace it.
-    return -(objective / normalizer).sum(), watched
-
-
-def is_learned_from(answer: Trajectory, training: TrainingSettings) -> bool:
-    """Whether `policy_loss` has a gradient for the answer. By default it has none where the
-    advantage is 0. If you add a term that has one for every answer, return True here."""
-    if is_masked(answer, training):  # a variant
-        return False
-    return bool(answer.token_advantages.any()) or training.has_reference  # for variants
 
 
 def learning_rate_at(step: int, training: TrainingSettings) -> float:
@@ -502,7 +510,8 @@ def evaluate_and_keep_best(run: Run) -> None:
     """Evaluates the model, and saves it as the last one, and perhaps as the best. Collective.
 
     The best model has the highest `solved`, the share of right answers. If two are equal,
-    `best_of_n` decides: the share of questions whose answer with the highest reward is right."""
+    `best_of_n` decides: the share of questions where the best of the n answers, by reward, is
+    right."""
     groups = evaluate(run)
     run.last_evaluation = run.step
     if groups is None:
@@ -586,12 +595,12 @@ def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
         optimizer = torch.optim.AdamW(  # `learn` sets the learning rate of each step.
             policy.parameters(), lr=0.0, betas=training.adam_betas,
             weight_decay=training.weight_decay, fused=True)
-        warm_up(policy, optimizer)  # Now AdamW has its state, which `restore` can fill.
+        warm_up(policy, optimizer)  # AdamW now has its state, all zeros, which `restore` can fill.
         any_prompt = encode_prompt(training_rows[0], task, tokenizer, config)
         # Ends the run if `Policy` or `generate` computes something else than the model itself does
         # for one answer at a time. (With model.check=warn, a line says so if it's `Policy`.)
-        check_model(
-            Policy(sampler, config), policy, reference, any_prompt, stop_ids[0], config)
+        sampled = Policy(sampler, config)
+        check_model(sampled, policy, reference, any_prompt, stop_ids[0], config)
         restored = folder.restore(model, optimizer)  # step, best, last_evaluation and own_state
         refresh_sampler(sampler, model)
     return Run(

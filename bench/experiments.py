@@ -100,7 +100,7 @@ RUNS |= {
     TEACHERS_ANSWERS: DISTILL | {PROGRAM: ["bench/changed.py", "mistakes/teachers-answers"]},
     "only the format pays": ON_TINY | {"task.reward_weights": "{answer: 0.0, format: 1.0}"},
 }
-CHANGES = sorted(path.stem for path in (ROOT / "changes").glob("*.diff"))
+CHANGES = sorted({path.stem for path in (ROOT / "changes").glob("*.diff")} - {*PLAN["not made"]})
 RUNS |= {name: {PROGRAM: ["bench/changed.py", name]} for name in CHANGES}
 # With 256 tokens, two turns would be longer than the lab model can read.
 RUNS["two-turns"] |= {"training.max_new_gen_tokens": 192}

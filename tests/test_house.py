@@ -7,8 +7,8 @@ import pytest
 from processes import ROOT
 
 pytestmark = pytest.mark.house
-FILES = ["__init__", "check", "code", "errors", "fast", "metrics", "model", "passes", "prompts",
-         "ranks", "runs", "sampling", "settings", "sharding", "tasks"]
+FILES = ["__init__", "check", "code", "errors", "metrics", "model", "passes", "prompts", "ranks",
+         "runs", "sampling", "settings", "sharding", "tasks"]
 MACHINERY = [ROOT / "machinery" / f"{name}.py" for name in FILES]
 ROOMS = [ROOT / "main.py", ROOT / "logger.py", ROOT / "countdown.py", *MACHINERY]
 # They make backward passes and steps in which no weight changes and no gradient is added to.
