@@ -26,7 +26,7 @@ FIRST_STEP, LORA = "test_first_step.py", "test_lora.py"
 RUN, RESUME = "test_run.py", "test_resume.py"
 FAILURES, COUNTDOWN, CONFIG = "test_failures.py", "test_countdown.py", "test_config.py"
 LOGGER, MODELS, CODE = "test_logger.py", "test_models.py", "test_code.py"
-DISTILL, COST = "test_distill.py", "test_cost.py"
+DISTILL = "test_distill.py"
 ADAMW = f"{RUN}::test_a_step_is_adamws_with_the_betas_and_the_decay_of_the_settings"
 MARKED = f"{CODE}::test_a_task_may_mark_the_questions_that_are_held_out"
 # The first tests of some files take long, so these mutants name their test.
@@ -80,7 +80,8 @@ MUTANTS = [
     Mutant("tokens shifted by one", "main.py",
            "is_before = is_answer.roll(-1, dims=1)", "is_before = is_answer", LEARNING),
     Mutant("the last piece of logits left out", "machinery/prompts.py",
-           "if len(tokens) <= size:", "if len(tokens) <= 2 * size:", COST),
+           "return torch.cat(firsts), torch.cat(seconds)",
+           "return torch.cat(firsts[:-1]), torch.cat(seconds[:-1])", LEARNING),
     Mutant("inputs a token late", "machinery/prompts.py",
            "rests.append(row[first:first + count])",
            "rests.append(row[first + 1:first + count + 1])", LEARNING),
