@@ -478,7 +478,7 @@ MUTANTS = [
     Mutant("a check in a mode without noise", "machinery/check.py",
            "    policy.train()", "    policy.eval()", NOISE),
     Mutant("a check that does not sample", "machinery/check.py",
-           "        yield from of_generate(exact, text", "        of_generate(exact, text", MODELS),
+           "yield from of_generate(sampled, text", "of_generate(sampled, text", MODELS),
     Mutant("a check that rounding can fool", "machinery/check.py",
            'if precision != "float32" and can_be_exact', "if False and can_be_exact", MODELS),
     Mutant("frequencies that a longer row changes", "machinery/tasks.py",
