@@ -410,8 +410,10 @@ def policy_gradient(
     policy.train()  # Only gradient checkpointing needs this: dropout is 0.
     policy.zero_grad(set_to_none=False)  # The tensors stay: DistributedDataParallel sums in them.
     statistics = UpdateStatistics()
-    # No rank may miss the last pass. If a rank has nothing to learn from, it gets a micro-batch
-    # with a made-up answer that has no tokens, so its loss is an empty sum.
+    # Each has at most tokens_per_micro_batch tokens. Ranks may have different numbers of them, as
+    # only the last pass is shared. (With training.shard, ranks get equally many, as all passes are
+    # shared.) No rank may miss that pass: if it has nothing to learn from, it gets a made-up answer
+    # that has no tokens, so its loss is an empty sum.
     micro_batches = split_into_micro_batches(learned, training)
     for batch in run.log.progress(micro_batches):
         is_last = batch is micro_batches[-1]
