@@ -231,9 +231,9 @@ def sample(
         eos_token_id=run.stop_ids,
         pad_token_id=run.stop_ids[0],
     )
-    # This is Hugging Face's `generate`, called for 16 tokens at a time, so that answers leave the
-    # batch when they've ended. For each answer it returns the tokens, up to and including the first
-    # stop token, and their log-probabilities at this temperature, before top_p and top_k.
+    # `generate` calls Hugging Face's own `generate` for 16 tokens at a time, so that answers leave
+    # the batch when they've ended. For each answer it returns the tokens, up to and including the
+    # first stop token, and their log-probabilities at this temperature, before top_p and top_k.
     completions = []
     on_ended = run.log.counter(len(prompts))  # It moves a progress bar.
     for start in range(0, len(prompts), sampling.max_rows):  # as many answers as fit into memory
@@ -315,7 +315,8 @@ def compare_with_group(group: list[Trajectory], training: TrainingSettings) -> N
 #     sum of (grad p) * reward  =  sum of p * (grad log p) * reward
 #
 # which is a mean over sampled answers again, so samples estimate it (REINFORCE, Williams 1992). As
-# log p of an answer is the sum over its tokens, a step down this loss raises the mean reward.
+# log p of an answer is the sum over its tokens, a small step down this loss raises the mean reward
+# on average.
 #
 # Why the advantage and not the reward? On average, grad log p is 0:
 #
@@ -380,7 +381,7 @@ def learn(run: Run, answers: list[Trajectory]) -> list[dict[str, float]]:
         "learned": len(learned),
     })
     if totals["learned"] == 0:
-        return [UpdateStatistics.OF_NOTHING]
+        return [UpdateStatistics.OF_NOTHING]  # AdamW takes no step, so no weight changes.
     if training.has_reference:  # a teacher or a KL penalty, both variants
         add_reference_log_probs(run, learned)
     updates = []
@@ -410,10 +411,10 @@ def policy_gradient(
     policy.train()  # Only gradient checkpointing needs this: dropout is 0.
     policy.zero_grad(set_to_none=False)  # The tensors stay: DistributedDataParallel sums in them.
     statistics = UpdateStatistics()
-    # Each has at most tokens_per_micro_batch tokens. Ranks may have different numbers of them, as
-    # only the last pass is shared. (With training.shard, ranks get equally many, as all passes are
-    # shared.) No rank may miss that pass: if it has nothing to learn from, it gets a made-up answer
-    # that has no tokens, so its loss is an empty sum.
+    # A micro-batch has at most tokens_per_micro_batch tokens. Ranks may have different numbers of
+    # micro-batches, because they share gradients only in the last pass. (With training.shard they
+    # share in every pass, so they get equally many.) A rank with nothing to learn from gets a
+    # made-up answer that has no tokens, so its loss is an empty sum.
     micro_batches = split_into_micro_batches(learned, training)
     for batch in run.log.progress(micro_batches):
         is_last = batch is micro_batches[-1]
@@ -517,7 +518,7 @@ def evaluate_and_keep_best(run: Run) -> None:
     groups = evaluate(run)
     run.last_evaluation = run.step
     if groups is None:
-        return  # Only rank 0 has the answers. It saves the sampler, which is never sharded.
+        return  # Only rank 0 has the answers. Rank 0 saves the sampler, which is never sharded.
     metrics = evaluation_metrics(groups, run.task)
     quality = [metrics["eval/solved"], metrics["eval/best_of_n"]]
     is_best = quality > run.best  # Lists are compared from left to right.
@@ -536,7 +537,9 @@ def evaluate_and_keep_best(run: Run) -> None:
 def main(arguments: list[str]) -> None:
     with errors_on_all_ranks():
         config = load_config(arguments)
-        code = code_of(main, config)  # A run resumes only with the code that made it.
+        # A run resumes only with the code that made it. With other code a new run starts, or if
+        # run.name is set, the trainer refuses to start.
+        code = code_of(main, config)
     with RunFolder(config, code) as folder, Logger(config, folder) as log:
         run = prepare(config, folder, log)
         log.start(run.step, run.task, run.model, len(run.training_rows), len(run.validation_rows))
@@ -545,11 +548,10 @@ def main(arguments: list[str]) -> None:
 
 
 def train(run: Run) -> None:
-    """Trains until step `max_steps`. A run that was stopped resumes at its newest checkpoint.
-    Collective."""
+    """Trains until step `max_steps`. Collective."""
     training = run.config.training
-    # A run begins and ends with an evaluation. If max_steps was lowered to the step of the
-    # checkpoint, the loop below has nothing to do, and the last evaluation is made here.
+    # A run begins with an evaluation. And if max_steps was lowered to the step of the checkpoint,
+    # the loop below has nothing to do, so the last evaluation is made here.
     if run.step in (0, training.max_steps) and run.last_evaluation != run.step:
         evaluate_and_keep_best(run)
         save(run)
@@ -597,10 +599,13 @@ def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
         optimizer = torch.optim.AdamW(  # `learn` sets the learning rate of each step.
             policy.parameters(), lr=0.0, betas=training.adam_betas,
             weight_decay=training.weight_decay, fused=True)
-        warm_up(policy, optimizer)  # AdamW now has its state, all zeros, which `restore` can fill.
+        # This takes a step that changes no weight and isn't counted. After it, AdamW has its state,
+        # all zeros, which `restore` can fill.
+        warm_up(policy, optimizer)
         any_prompt = encode_prompt(training_rows[0], task, tokenizer, config)
-        # Ends the run if `Policy` or `generate` computes something else than the model itself does
-        # for one answer at a time. (With model.check=warn, a line says so if it's `Policy`.)
+        # This compares the log-probabilities of `Policy` and `generate`, at the sampling
+        # temperature, with what the model itself computes for one answer at a time. If they differ,
+        # the run ends here. With model.check=warn, it goes on if `Policy` differs, and says so.
         sampled = Policy(sampler, config)
         check_model(sampled, policy, reference, any_prompt, stop_ids[0], config)
         restored = folder.restore(model, optimizer)  # step, best, last_evaluation and own_state
@@ -719,12 +724,12 @@ def ratio_objective(
 
     From the second update on, the policy isn't the one that sampled the answers, and the ratio of
     their probabilities corrects for that. Clipping removes what would be gained by moving further.
-    In the first update, neither changes the gradient (but where a KL penalty in the reward gives
-    tokens their own advantages, a `sequence` ratio spreads them over the answer). Returns each
-    token's objective, and whether it's clipped."""
+    In the first update the ratio is 1, so neither changes anything. Returns each token's objective,
+    and whether it's clipped."""
     log_ratio = log_probs - torch.cat([answer.old_log_probs for answer in batch])
     if training.ratio == "sequence":
         # GSPO (Zheng et al. 2025, with loss_normalizer=sequence): the geometric mean over tokens.
+        # If a KL penalty gives tokens different advantages, this spreads them over the answer.
         lengths = [answer.num_tokens for answer in batch]
         means = [of_answer.mean().expand_as(of_answer) for of_answer in log_ratio.split(lengths)]
         log_ratio = torch.cat(means)
@@ -763,8 +768,8 @@ def reference_advantages(batch: list[Trajectory], training: TrainingSettings) ->
     A KL penalty in the reward. Keys: `kl_beta`, `kl_in: reward`. The reference is the model as it
     was loaded, and the weight is `kl_beta`. That keeps the policy near this model: on average, the
     result is the gradient of -kl_beta * KL(policy || reference) at each token. (A token also
-    changes the KL of later ones, which is left out.) It's true in the first update, if all answers
-    are learned from, so not with `sil` or `mask_truncated`."""
+    changes the KL of later ones, which is left out.) The result is this gradient only in the first
+    update, and only if all answers are learned from, so not with `sil` or `mask_truncated`."""
     reference_log_probs = torch.cat([answer.reference_log_probs for answer in batch])
     old_log_probs = torch.cat([answer.old_log_probs for answer in batch])
     return training.kl_weight * (reference_log_probs - old_log_probs)

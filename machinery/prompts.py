@@ -66,7 +66,7 @@ def in_pieces(
     def of_piece(states: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return function(at_least_float32(output_logits(model, states)), tokens)
 
-    size = max(1, MOST_LOGITS // model.config.get_text_config().vocab_size)
+    size = MOST_LOGITS // model.config.get_text_config().vocab_size
     if len(tokens) <= size:
         return of_piece(states, tokens)
     firsts = []

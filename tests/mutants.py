@@ -169,11 +169,6 @@ MUTANTS = [
            "of_answer.mean().expand_as(of_answer)", "of_answer.sum().expand_as(of_answer)", FAMILY),
     Mutant("a weight of CISPO that has a gradient", "main.py",
            "ratio.detach().clamp(max=1 + high)", "ratio.clamp(max=1 + high)", FAMILY),
-    Mutant("a KL reward that moves with the policy", "main.py",
-           "of_reference = reference_advantages(batch, training)",
-           "[setattr(a, 'old_log_probs', p) for a, p in zip(batch, log_probs.detach().split("
-           "[a.num_tokens for a in batch]))]; of_reference = reference_advantages(batch, training)",
-           FAMILY),
     Mutant("a KL reward, or a teacher, of the wrong sign", "main.py",
            "(reference_log_probs - old_log_probs)", "(old_log_probs - reference_log_probs)",
            FAMILY),
