@@ -108,8 +108,8 @@ class Logger:
             f"{num_validation:,} questions are held out. "
             f"Every setting is in {self.path / 'config.yaml'}"))
         training = self.config.training
-        if training.updates_per_batch == 1 and (training.clip or training.ratio != "token"):
-            print("note: training.clip and training.ratio have no effect with one update per batch")
+        if training.updates_per_batch == 1 and training.clip:
+            print("note: training.clip has no effect with one update per batch")
         if self.config.logging.mlflow:
             self.mlflow = Thread(target=self._serve_mlflow, daemon=True)
             self.mlflow.start()

@@ -297,8 +297,8 @@ def compare_with_group(group: list[Trajectory], training: TrainingSettings) -> N
     mean_reward = sum(rewards) / len(rewards)
     for answer in group:
         answer.advantage = answer.reward - mean_reward
-    if training.scale_rewards != "none":
-        scale_advantages(group, training)  # a variant
+    if training.scale_rewards == "group":
+        scale_advantages(group)  # a variant
 
 
 # ---------------------------------------------------------------- 5. learning: the loss
@@ -359,8 +359,6 @@ def policy_loss(
 def is_learned_from(answer: Trajectory, training: TrainingSettings) -> bool:
     """Whether `policy_loss` has a gradient for the answer. By default it has none where the
     advantage is 0. If you add a term that has one for every answer, return True here."""
-    if is_masked(answer, training):  # a variant
-        return False
     if training.has_reference:  # a variant
         return True
     return bool(answer.token_advantages.any())
@@ -618,7 +616,8 @@ def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
 
 # ---------------------------------------------------------------- Variants
 # What other papers do. With the settings of config.yaml, none of it changes anything. Every key
-# below is one of `training`, and every tensor is (tokens,).
+# below is one of `training`, and every tensor is (tokens,). More papers are in changes/, each as a
+# diff of this file.
 #
 # GRPO as published (Shao et al. 2024) has this loss for the G answers to one question:
 #
@@ -651,28 +650,15 @@ def imitate_best(group: list[Trajectory], training: TrainingSettings) -> list[Tr
     return ranked[:k]
 
 
-def scale_advantages(group: list[Trajectory], training: TrainingSettings) -> None:
-    """Scaled advantages. Key: `scale_rewards`.
+def scale_advantages(group: list[Trajectory]) -> None:
+    """Scaled advantages (GRPO, Shao et al. 2024). Key: `scale_rewards: group`.
 
-    `group` (GRPO, Shao et al. 2024) divides by the standard deviation of the group's rewards. With
-    a share p of rewards 1 and the rest 0 it's about sqrt(p (1 - p)), so questions that are almost
-    always or almost never solved weigh more. `mean` (MaxRL) divides by the mean reward, or by the
-    mean of absolute rewards if some are negative."""
-    rewards = [answer.reward for answer in group]
-    if training.scale_rewards == "group":
-        scale = stdev(rewards) + 1e-4
-    else:
-        scale = sum(abs(reward) for reward in rewards) / len(rewards)
+    Divides them by the standard deviation of the group's rewards. With a share p of rewards 1 and
+    the rest 0 it's about sqrt(p (1 - p)), so questions that are almost always or almost never
+    solved weigh more."""
+    scale = stdev(answer.reward for answer in group) + 1e-4
     for answer in group:
         answer.advantage = answer.advantage / scale
-
-
-def is_masked(answer: Trajectory, training: TrainingSettings) -> bool:
-    """Overlong filtering (DAPO, Yu et al. 2025). Key: `mask_truncated`.
-
-    Nothing is learned from a truncated answer, but it counts in its group's mean reward and in the
-    normalizer."""
-    return training.mask_truncated and answer.is_truncated
 
 
 def variant_normalizer(
@@ -702,7 +688,7 @@ def variant_objective(
         if training.learning_type == "distill":
             watched["teacher_lower"] = (of_reference < 0).sum()
         advantages = advantages + of_reference
-    if training.updates_per_batch == 1:  # The ratio is 1, so `ratio` and `clip` change nothing.
+    if training.updates_per_batch == 1:  # The ratio is 1, so `clip` changes nothing.
         objective = advantages * log_probs
     else:
         objective, is_clipped = ratio_objective(advantages, log_probs, batch, training)
@@ -720,26 +706,16 @@ def ratio_objective(
     advantages: torch.Tensor, log_probs: torch.Tensor, batch: list[Trajectory],
     training: TrainingSettings,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ratio and clipping, of PPO, GSPO and CISPO. Keys: `updates_per_batch`, `ratio`, `clip`.
+    """Ratio and clipping (PPO, Schulman et al. 2017). Keys: `updates_per_batch`, `clip`.
 
     From the second update on, the policy isn't the one that sampled the answers, and the ratio of
     their probabilities corrects for that. Clipping removes what would be gained by moving further.
     In the first update the ratio is 1, so neither changes anything. Returns each token's objective,
     and whether it's clipped."""
     log_ratio = log_probs - torch.cat([answer.old_log_probs for answer in batch])
-    if training.ratio == "sequence":
-        # GSPO (Zheng et al. 2025, with loss_normalizer=sequence): the geometric mean over tokens.
-        # If a KL penalty gives tokens different advantages, this spreads them over the answer.
-        lengths = [answer.num_tokens for answer in batch]
-        means = [of_answer.mean().expand_as(of_answer) for of_answer in log_ratio.split(lengths)]
-        log_ratio = torch.cat(means)
     ratio = log_ratio.exp()
     low, high = training.clip or (math.inf, math.inf)  # By default nothing is clipped.
-    if training.ratio == "cispo":
-        # CISPO (MiniMax 2025): the ratio is a constant weight with an upper bound.
-        weight = ratio.detach().clamp(max=1 + high)
-        return weight * advantages * log_probs, ratio > 1 + high
-    # PPO, and GSPO: for A > 0 there's no gain above 1 + high, and for A < 0 none below 1 - low.
+    # For A > 0 there's no gain above 1 + high, and for A < 0 none below 1 - low.
     unclipped = ratio * advantages
     objective = torch.minimum(unclipped, ratio.clamp(1 - low, 1 + high) * advantages)
     return objective, objective < unclipped
@@ -769,7 +745,7 @@ def reference_advantages(batch: list[Trajectory], training: TrainingSettings) ->
     was loaded, and the weight is `kl_beta`. That keeps the policy near this model: on average, the
     result is the gradient of -kl_beta * KL(policy || reference) at each token. (A token also
     changes the KL of later ones, which is left out.) The result is this gradient only in the first
-    update, and only if all answers are learned from, so not with `sil` or `mask_truncated`."""
+    update, and only if all answers are learned from, so not with `sil`."""
     reference_log_probs = torch.cat([answer.reference_log_probs for answer in batch])
     old_log_probs = torch.cat([answer.old_log_probs for answer in batch])
     return training.kl_weight * (reference_log_probs - old_log_probs)

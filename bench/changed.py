@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,6 +70,15 @@ def tree_with(names: list[str]) -> Iterator[Path]:
         yield tree
 
 
+def main_with(names: list[str]) -> types.ModuleType:
+    """Returns main.py with these changes, as a module of its own."""
+    module = types.ModuleType("main")
+    with tree_with(names) as tree:
+        text = (tree / "main.py").read_text()
+    exec(compile(text, "+".join(names), "exec"), module.__dict__)  # noqa: S102
+    return module
+
+
 def command_with(ranks: int, words: list[str]) -> list[str]:
     """Returns the command that makes Python run this on this many ranks."""
     if ranks == 1:
@@ -81,11 +91,12 @@ def train_with(names: list[str], keys: list[str]) -> int:
     """Trains, and returns the exit code."""
     facts = [facts_of(all_changes()[name]) for name in names]
     ranks = max(int(each.get("ranks", 1)) for each in facts)
-    keys = [f"run.name={'+'.join(Path(name).name for name in names)}", *keys]
+    own_keys = [f"run.name={'+'.join(Path(name).name for name in names)}"]
     for each in facts:
-        keys += each.get("keys", "").split()
+        own_keys += each.get("keys", "").split()
     with tree_with(names) as tree:
-        return call(command_with(ranks, [str(tree / "main.py"), *keys]))
+        # What the user says comes last, so it counts.
+        return call(command_with(ranks, [str(tree / "main.py"), *own_keys, *keys]))
 
 
 def call(command: list[str]) -> int:

@@ -76,14 +76,14 @@ RUNS: dict[str, dict] = {
     BOTH: {"training.scale_rewards": "group", "training.loss_normalizer": "sequence"},
     PUBLISHED: {"training.scale_rewards": "group", "training.loss_normalizer": "sequence",
                 "training.kl_beta": 0.04, "training.kl_in": "loss"},
-    MEAN: {"training.scale_rewards": "mean"},
+    MEAN: {PROGRAM: ["bench/changed.py", "maxrl"]},
     SIL: {"training.learning_type": "sil", GROUP: "[2,8]"},
     ANSWER_PAYS: NO_FORMAT,
 }
 for run in (STANDARD_DEVIATION, PUBLISHED, MEAN, SIL):
     RUNS[f"{ANSWER_PAYS}, {run}"] = RUNS[run] | NO_FORMAT
 RUNS |= {
-    MASKED: {"training.mask_truncated": "true"},
+    MASKED: {PROGRAM: ["bench/changed.py", "overlong-filter"]},
     "only positive advantages": {PROGRAM: ["bench/changed.py", "mistakes/rewarded"]},
     "only negative advantages": {PROGRAM: ["bench/changed.py", "mistakes/punished"]},
     "four updates": FOUR_UPDATES,

@@ -27,7 +27,6 @@ PLACEHOLDER = 'raise NotImplementedError("yours to write")'
 LEARNING = "tests/test_learning.py::test_"
 FAMILY = "tests/test_family.py::test_"
 PUBLISHED = f"{FAMILY}loss_and_gradient_of_each_published_variant_equal_the_plain_formula"
-RATIO = f"{FAMILY}a_second_update_with_another_ratio_equals_the_plain_formula"
 
 
 class Stage(NamedTuple):
@@ -50,8 +49,6 @@ STAGES = [
         f"{LEARNING}only_the_answers_that_sil_imitates_count_in_the_normalizer"]),
     Stage("scale_advantages: scale_rewards=group, with 1e-4 added to the standard deviation", [
         f"{LEARNING}advantages_of_grpo_are_divided_by_the_groups_standard_deviation"]),
-    Stage("scale_advantages: scale_rewards=mean", [
-        f"{LEARNING}advantages_of_maxrl_are_divided_by_the_mean_size_of_the_rewards"]),
     Stage("variant_normalizer: loss_normalizer=tokens, and =sequence", [
         f"{PUBLISHED}[DAPO-no KL-unclipped-1]",
         f"{PUBLISHED}[GRPO-no KL-unclipped-1]"]),
@@ -60,9 +57,6 @@ STAGES = [
     Stage("ratio_objective: clip. variant_objective returns how many tokens are 'clipped'", [
         f"{PUBLISHED}[DAPO-no KL-clipped-1]",
         f"{PUBLISHED}[DAPO-no KL-clipped-2]"]),
-    Stage("ratio_objective: ratio=sequence, and =cispo", [
-        f"{RATIO}[GSPO-no KL-clipped]",
-        f"{RATIO}[CISPO-no KL-clipped]"]),
     Stage("reference_advantages: kl_in=reward. variant_objective returns the sum of kl_estimate as "
           "'kl'", [
         f"{PUBLISHED}[GRPO-KL-unclipped-1]",

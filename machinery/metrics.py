@@ -431,7 +431,7 @@ def signs_of_update(numbers: dict[str, float], config: Config) -> list[str]:
     is_exact = config.model.precision == "float32"  # Elsewhere rounding hides small changes.
     liked, where = "answers above their group's mean reward", "compute_advantages"
     if config.training.learning_type == "distill":
-        liked, where = "tokens that the teacher prefers", "teacher_advantages"
+        liked, where = "tokens that the teacher prefers", "reference_advantages"
     signs = [
         (numbers["non_finite"] == 1, (
             "! the gradient is not finite, so the update was skipped: check model.precision, and "

@@ -67,14 +67,12 @@ class DataSettings(Section):
 class TrainingSettings(Section, extra="allow"):  # for keys of your own, see `check_values`
     learning_type: Literal["grpo", "sil", "distill"]
     teacher: Text | None
-    scale_rewards: Literal["none", "group", "mean"]
+    scale_rewards: Literal["none", "group"]
     loss_normalizer: Literal["max_length", "tokens", "sequence"]
     updates_per_batch: Count
     clip: tuple[Positive, Positive] | None
-    ratio: Literal["token", "sequence", "cispo"]
     kl_beta: Annotated[Number, Field(ge=0)]
     kl_in: Literal["reward", "loss"]
-    mask_truncated: StrictBool
     num_samples_per_step: Count
     k_best_of_n: tuple[Count, Count]
     max_new_gen_tokens: Count
@@ -147,6 +145,12 @@ class Config(Section):
 KEYS = [f"{section}.{key}" for section, field in Config.model_fields.items()
         for key in field.annotation.model_fields]
 OWN = "training.my_"  # Keys of your own begin with this. config.yaml or another file declares them.
+# What used to be a setting, and the diffs in changes/ that do the same now.
+NOW_DIFFS = {
+    "training.ratio": "gspo.diff or cispo.diff",
+    "training.mask_truncated": "overlong-filter.diff",
+    "training.scale_rewards=mean": "maxrl.diff",
+}
 # These keys may change between two starts of a run. All others define the experiment.
 FREE_KEYS = {
     "model.device", "model.attention", "model.gradient_checkpointing", "model.check",
@@ -232,6 +236,10 @@ def check_values(values: dict[str, Any], own_keys: Sequence[str] = ()) -> Config
     sections: dict[str, dict[str, Any]] = {}
     known = [*KEYS, *own_keys]
     for key, value in values.items():
+        diff = NOW_DIFFS.get(key) or NOW_DIFFS.get(f"{key}={value}")
+        if diff:
+            raise UserError(f"{key}={value}: this is no setting any more. Leave it out, or if it's "
+                            f"what you want, apply changes/{diff} (docs/changing.md)")
         if key not in known:
             [nearest] = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
             raise UserError(f"{key}={value!r}: there is no such key. Did you mean {nearest}?")
@@ -281,9 +289,6 @@ def check_learning_type(training: TrainingSettings) -> None:
         if value != default:
             raise UserError(f"training.{key}={value}: set it to {default} with distill, where "
                             "the teacher alone decides what is learned")
-    if training.ratio == "sequence":
-        raise UserError("training.ratio=sequence: set it to token or cispo with distill, where "
-                        "each token has an advantage of its own")
 
 
 def describe_mistake(mistake: dict[str, Any]) -> str:

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import math
 import random
 import signal
 import sys
@@ -171,25 +170,21 @@ def learn_in_plain_loops(trajectories, architecture, dtype=torch.float64, **over
         model.zero_grad()
         loss = plain_loss(model, trajectories, QUESTIONS * GROUP, L, TEMPERATURE,
                           normalizer=training.loss_normalizer, clip=training.clip, old=old,
-                          ratio=training.ratio, beta=beta, kl_in=training.kl_in,
-                          reference=reference, mask_truncated=training.mask_truncated)
+                          beta=beta, kl_in=training.kl_in, reference=reference)
         loss.backward()
     return loss.item(), gradient(model)
 
 
 def plain_loss(model, trajectories: list, B: int, L: int, temperature: float, *,
-               normalizer: str = "max_length", clip=None, ratio: str = "token",
+               normalizer: str = "max_length", clip=None,
                old: list[list[float]] | None = None, beta: float = 0.0, kl_in: str = "reward",
-               reference: list[list[float]] | None = None,
-               mask_truncated: bool = False) -> torch.Tensor:
+               reference: list[list[float]] | None = None) -> torch.Tensor:
     """The loss as the papers write it, in plain loops, one unpadded sequence at a time. `old` and
     `reference` are log-probabilities of each token."""
     total = torch.zeros((), dtype=model.dtype)
     num_tokens = sum(len(trajectory.completion_ids) for trajectory in trajectories)
     all_logprobs = plain_logprobs(model, trajectories, temperature)
     for i, (trajectory, logprobs) in enumerate(zip(trajectories, all_logprobs)):
-        if mask_truncated and trajectory.is_truncated:
-            continue
         for t, logprob in enumerate(logprobs):
             A = trajectory.advantage
             if beta and kl_in == "reward":
@@ -198,12 +193,7 @@ def plain_loss(model, trajectories: list, B: int, L: int, temperature: float, *,
             if old is None:
                 gain = A * logprob
             else:
-                if ratio == "sequence":  # that of the whole answer, to the power of 1 / length
-                    rho = torch.ones((), dtype=model.dtype)
-                    for before, now in zip(old[i], logprobs):
-                        rho = rho * torch.exp((now - before) / len(logprobs))
-                else:
-                    rho = torch.exp(logprob - old[i][t])
+                rho = torch.exp(logprob - old[i][t])
                 gain = A * rho
                 if clip is not None:
                     low, high = clip
@@ -211,8 +201,6 @@ def plain_loss(model, trajectories: list, B: int, L: int, temperature: float, *,
                         gain = A * torch.tensor(1 + high, dtype=model.dtype)
                     if A < 0 and rho < 1 - low:
                         gain = A * torch.tensor(1 - low, dtype=model.dtype)
-                if ratio == "cispo":
-                    gain = min(rho.item(), math.inf if clip is None else 1 + clip[1]) * A * logprob
             if beta and kl_in == "loss":
                 against = torch.exp(reference[i][t] - logprob)
                 gain = gain - beta * (against - torch.log(against) - 1)

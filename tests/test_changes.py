@@ -5,11 +5,11 @@ import itertools
 import math
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
-import types
 from pathlib import Path
 from statistics import fmean, pstdev
 from types import SimpleNamespace
@@ -48,14 +48,6 @@ CHANGES = [name for name in changed.all_changes() if "/" not in name]
 WITH_CODE = [name for name, path in changed.all_changes().items() if changed.read(path)[1]]
 MOST_LINES = {"two-turns": 30}  # and 15 in the others
 FACTS = {"paper", "idea", "price", "look at", "as key"}
-
-
-def main_with(name: str) -> types.ModuleType:
-    """main.py with this change, as a module of its own."""
-    module = types.ModuleType("main")
-    with changed.tree_with([name]) as tree:
-        exec(compile((tree / "main.py").read_text(), name, "exec"), module.__dict__)  # noqa: S102
-    return module
 
 
 # ---------------------------------------------------------------- the files
@@ -148,8 +140,19 @@ def test_a_change_whose_place_is_not_found_is_left_to_a_person(tmp_path):
 
 
 def test_changes_that_exclude_each_other_end_in_one_line(capsys):
-    with pytest.raises(SystemExit, match=r"weak-positives\.diff does not fit"):
-        changed.command(["rloo", "weak-positives"])
+    for first, second in (("rloo", "weak-positives"), ("gspo", "cispo"), ("maxrl", "rloo")):
+        with pytest.raises(SystemExit, match=rf"{second}\.diff does not fit"):
+            changed.command([first, second])
+
+
+def test_changes_in_different_places_combine():
+    for names in (["maxrl", "overlong-filter"], ["overlong-filter", "gspo"]):
+        with changed.tree_with(names) as tree:
+            text = (tree / "main.py").read_text()
+        for name in names:
+            _, diff = changed.read(changed.all_changes()[name])
+            added = [line[1:] for line in diff.splitlines() if re.match(r"\+(?!\+)", line)]
+            assert added and all(line in text for line in added)
 
 
 # ---------------------------------------------------------------- they run
@@ -167,9 +170,10 @@ def run_changed(name: str, folder: str, *arguments: str):
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_two_steps_on_two_ranks_with_a_change_and_nothing_false_is_said(name, tmp_path):
+    keys = changed.facts_of(changed.all_changes()[name]).get("keys", "").split()
     result = ranks(2, run_changed, name, str(tmp_path), "run.name=a", "training.max_steps=2",
                    "training.num_samples_per_step=4", "training.seed=3", "validation.best_of_n=2",
-                   "data.num_validation=4", "data.max_rows=2000")
+                   "data.num_validation=4", "data.max_rows=2000", *keys)
 
     assert result.returncode == 0, result.stderr
     said = result.stdout
@@ -189,12 +193,13 @@ def test_two_steps_on_two_ranks_with_a_change_and_nothing_false_is_said(name, tm
 # ---------------------------------------------------------------- their formulas
 
 REWARDS = [[0.1, 1.1, 0.0, 0.1, 1.1, 0.1, 0.0, 0.1], [0.1] * 8,
-           [1.1, 1.1, 1.1, 1.1, 0.1, 1.1, 1.1, 1.1], [0.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0]]
+           [1.1, 1.1, 1.1, 1.1, 0.1, 1.1, 1.1, 1.1], [0.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0],
+           [-1.0, 1.0, 1.0, -1.0, -0.5, 0.5, 1.0, -1.0]]
 
 
 def advantages_with(name: str) -> list[list[float]]:
     """What `compute_advantages` of the change makes of these rewards."""
-    module = main_with(name)
+    module = changed.main_with([name])
     groups = [[module.Trajectory(None, [1], "", False, reward=reward) for reward in rewards]
               for rewards in REWARDS]
     module.compute_advantages(groups, make_config().training)
@@ -223,8 +228,13 @@ def of_weak_positives(rewards: list[float]) -> list[float]:
     return [value / 10 if value > 0 else value for value in less_mean(rewards)]
 
 
+def of_maxrl(rewards: list[float]) -> list[float]:
+    return [value / fmean(map(abs, rewards)) for value in less_mean(rewards)]
+
+
 @pytest.mark.parametrize(("name", "formula"), [
-    ("rloo", of_rloo), ("pass-at-k", of_pass_at_4), ("weak-positives", of_weak_positives)])
+    ("rloo", of_rloo), ("pass-at-k", of_pass_at_4), ("weak-positives", of_weak_positives),
+    ("maxrl", of_maxrl)])
 def test_advantages_of_a_change_equal_its_formula(name, formula):
     for found, rewards in zip(advantages_with(name), REWARDS, strict=True):
         expected = formula(rewards)
@@ -241,7 +251,7 @@ def test_advantages_of_reinforce_plus_plus_have_one_scale_for_the_whole_batch(on
 
 
 def test_the_overlong_penalty_rises_linearly_over_the_last_quarter():
-    module = main_with("overlong-penalty")
+    module = changed.main_with(["overlong-penalty"])
     limit = make_config().training.max_new_gen_tokens
     task = SimpleNamespace(REWARD_WEIGHTS={"answer": 1.0}, SOLVED="answer",
                            reward_function=lambda answer, row: {"answer": 1.0})
@@ -289,28 +299,64 @@ def objective_of_high_entropy_tokens(answers, passes):
                 yield answer.advantage * log_p
 
 
+def objective_of_gspo(answers, passes):
+    for answer, of_answer in zip(answers, passes):
+        rho = 1.0  # of the whole answer, to the power of 1 / length
+        for (log_p, _), old in zip(of_answer, answer.old_log_probs.tolist()):
+            rho = rho * torch.exp((log_p - old) / len(of_answer))
+        is_clipped = rho > 1 + HIGH if answer.advantage > 0 else rho < 1 - LOW
+        for _ in of_answer:
+            yield (rho.detach() if is_clipped else rho) * answer.advantage
+
+
+def objective_of_cispo(answers, passes):
+    for answer, of_answer in zip(answers, passes):
+        for (log_p, _), old in zip(of_answer, answer.old_log_probs.tolist()):
+            yield min(math.exp(log_p.item() - old), 1 + HIGH) * answer.advantage * log_p
+
+
+def objective_of_overlong_filter(answers, passes):
+    for answer, of_answer in zip(answers, passes):
+        for log_p, _ in of_answer:
+            if not answer.is_truncated:
+                yield answer.advantage * log_p
+
+
+LOW, HIGH = 0.2, 0.28
+# Two updates, of which the first changes no weight in float64.
+TWICE = {"training__updates_per_batch": 2, "training__clip": [LOW, HIGH],
+         "training__learning_rate": 1e-30}
+KEYS = {"gspo": TWICE, "cispo": TWICE}
+
+
 @pytest.mark.parametrize(("name", "objective"), [
     ("entropy-bonus", objective_of_entropy_bonus),
     ("truncated-importance-sampling", objective_of_truncated_importance_sampling),
-    ("high-entropy-tokens", objective_of_high_entropy_tokens)])
+    ("high-entropy-tokens", objective_of_high_entropy_tokens),
+    ("overlong-filter", objective_of_overlong_filter),
+    ("gspo", objective_of_gspo),
+    ("cispo", objective_of_cispo)])
 def test_the_gradient_of_a_change_equals_plain_loops(name, objective, one_rank, monkeypatch):
+    keys = KEYS.get(name, {})
     stream = random.Random(0)
     answers = as_sampled_from(make_model("gpt2", torch.float64), make_trajectories())
     for answer in answers:  # Sampler and policy differ by up to 1 nat, so some weights are cut off.
         answer.sampler_log_probs += torch.tensor(
             [stream.uniform(-1, 1) for _ in answer.completion_ids], dtype=torch.float64)
+        if keys:
+            answer.old_log_probs = answer.sampler_log_probs
     model = make_model("gpt2", torch.float64)
     loss = -sum(objective(answers, passes_in_plain_loops(model, answers)))
     (loss / (QUESTIONS * GROUP * L)).backward()
     expected = gradient(model)
 
-    monkeypatch.setattr(conftest, "main", main_with(name))
+    monkeypatch.setattr(conftest, "main", changed.main_with([name]))
     learner = make_model("gpt2", torch.float64)
-    conftest.main.learn(make_policy(learner, learning_config()), answers)
+    conftest.main.learn(make_policy(learner, learning_config(**keys)), answers)
 
     assert relative_error(gradient(learner), expected) < 1e-11
     usual = make_model("gpt2", torch.float64)
-    main.learn(make_policy(usual, learning_config()), answers)
+    main.learn(make_policy(usual, learning_config(**keys)), answers)
     assert relative_error(gradient(usual), expected) > 1e-3  # The change is no silent nothing.
 
 

@@ -37,7 +37,7 @@ def test_the_folder_has_all_of_main_py_but_the_code_of_the_functions_to_write(fo
             assert len(function.body) == 2  # the docstring and the placeholder
         elif name not in exercise.DEFAULT:
             assert ast.unparse(function) == ast.unparse(was[name])
-    for call in ("imitate_best(group", "scale_advantages(group, ", "variant_objective(advantages"):
+    for call in ("imitate_best(group", "scale_advantages(group)", "variant_objective(advantages"):
         assert call in left
     assert (folder / "machinery/errors.py").exists() and not (folder / ".git").exists()
 

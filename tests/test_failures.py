@@ -114,13 +114,13 @@ def test_a_value_error_of_a_tasks_load_keeps_its_file_and_line(tmp_path, capsys)
 
 
 @pytest.mark.parametrize(("arguments", "is_told"), [
-    (["training.clip=[0.2,0.2]"], True), (["training.ratio=sequence"], True), ([], False),
+    (["training.clip=[0.2,0.2]"], True), ([], False),
     (["training.clip=[0.2,0.2]", "training.updates_per_batch=2"], False)])
 def test_a_clip_without_a_second_update_is_said_to_change_nothing(
         arguments, is_told, tmp_path, capsys):
     assert start([*TINY, *arguments, "training.max_steps=0", f"run.dir={tmp_path}"]) == 0
 
-    assert ("training.clip and training.ratio have no effect" in capsys.readouterr().out) == is_told
+    assert ("training.clip has no effect" in capsys.readouterr().out) == is_told
 
 
 def test_an_empty_prompt_is_refused_at_the_start(tmp_path, capsys):

@@ -43,7 +43,6 @@ from machinery.ranks import RANK, WORLD_SIZE, end_process, join, leave_group
 from machinery.settings import KEYS
 
 KL = {"training__kl_beta": 0.04}
-MASK = {"training__mask_truncated": True}
 TWICE = {"training__updates_per_batch": 2, "training__clip": [0.2, 0.28]}
 TINY_RATE = 3e-7  # Some tokens then change by more than what counts as moved, and some by less.
 # Both sides compute in float64. That differs by 1e-15 in a token's change of about 1e-6.
@@ -73,15 +72,13 @@ def update(trajectories, **overrides):
     return model, metrics | sampler_metrics(learned)
 
 
-def plain_change(model, trajectories, mask_truncated=False):
+def plain_change(model, trajectories):
     """The same in plain loops, from the logits of the model before and after."""
     start = make_model("gpt2", torch.float64)
     before = as_numbers(plain_logprobs(start, trajectories, TEMPERATURE))
     after = as_numbers(plain_logprobs(model, trajectories, TEMPERATURE))
     rewarded, punished = [], []  # how much the log pi of each token has changed
     for trajectory, old, new in zip(trajectories, before, after, strict=True):
-        if mask_truncated and trajectory.is_truncated:
-            continue
         for old_logprob, new_logprob in zip(old, new, strict=True):
             if trajectory.advantage > 0:
                 rewarded.append(new_logprob - old_logprob)
@@ -97,14 +94,14 @@ def plain_change(model, trajectories, mask_truncated=False):
 
 
 @pytest.mark.mathematics
-@pytest.mark.parametrize("keys", [{}, {**TWICE, **MASK, **KL}], ids=str)
+@pytest.mark.parametrize("keys", [{}, {**TWICE, **KL}], ids=str)
 def test_the_change_of_log_pi_is_that_from_the_models_logits_before_and_after(keys, one_rank):
     """Of answers of ragged lengths, from some of which nothing is learned."""
     trajectories = make_trajectories(QUESTIONS * GROUP)
 
     model, measured = update(trajectories, **keys)
 
-    expected = plain_change(model, trajectories, mask_truncated=keys.keys() >= MASK.keys())
+    expected = plain_change(model, trajectories)
     assert {name: measured[name] for name in CHANGE} == pytest.approx(expected, **NEAR)
     # This batch tells the shares apart: none is 0 or 1, and all differ.
     shares = [expected[name] for name in ("moved", "change_as_meant")]

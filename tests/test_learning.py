@@ -236,7 +236,7 @@ def test_equal_rewards_mean_an_advantage_of_exactly_zero(one_rank):
         assert advantages_of([0.1] * size) == [0.0] * size
 
 
-BY_DEVIATION, BY_MEAN = [{"training__scale_rewards": scale} for scale in ("group", "mean")]
+BY_DEVIATION = {"training__scale_rewards": "group"}
 
 
 def test_advantages_of_grpo_are_divided_by_the_groups_standard_deviation(one_rank):
@@ -247,15 +247,6 @@ def test_advantages_of_grpo_are_divided_by_the_groups_standard_deviation(one_ran
 
     assert advantages_of(rewards, **BY_DEVIATION) == pytest.approx(expected, rel=1e-12)
     assert advantages_of([0.1] * 7, **BY_DEVIATION) == [0.0] * 7  # Also where rewards are equal.
-
-
-def test_advantages_of_maxrl_are_divided_by_the_mean_size_of_the_rewards(one_rank):
-    # With a share p of right answers, they are 1 / p - 1 for a right one, and -1 for a wrong one.
-    assert advantages_of([1.0, 0.0, 0.0, 0.0], **BY_MEAN) == [3, -1, -1, -1]
-    assert advantages_of([1.0, 1.0, 0.0, 1.0], **BY_MEAN) == pytest.approx([1/3, 1/3, -1, 1/3])
-    assert advantages_of([0.0] * 4, **BY_MEAN) == [0.0] * 4
-    # Negative rewards turn no sign, and nothing is divided by 0.
-    assert advantages_of([-1.0, 1.0], **BY_MEAN) == [-1, 1]
 
 
 SIL = {"training__learning_type": "sil", "training__k_best_of_n": [2, 4]}
