@@ -5,8 +5,6 @@ import difflib
 import hashlib
 import json
 import os
-import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
@@ -190,11 +188,11 @@ def load_config(arguments: list[str]) -> Config:
             values[key] = yaml.safe_load(text)
     values["model.precision"] = choose_precision(values.get("model.precision"))
     config = check_values(values, own_keys)
-    check_device(config, arguments)
+    check_device(config)
     return config
 
 
-def check_device(config: Config, arguments: list[str]) -> None:
+def check_device(config: Config) -> None:
     """Refuses a CPU if a GPU is required. Says why GPUs aren't used, and how to use them."""
     is_required = config.model.device == "cuda"
     if DEVICE.type == "cuda" or not (is_required or NUM_GPUS):
@@ -203,25 +201,12 @@ def check_device(config: Config, arguments: list[str]) -> None:
               f"GPU{'s' * (NUM_GPUS != 1)}")
     remedy = "to train on the CPU anyway, add model.device=null"
     if NUM_GPUS:
-        remedy = f"to train on GPUs with the same batch: {command_for_gpus(config, arguments)}"
+        num_questions = config.training.num_samples_per_step * LOCAL_WORLD_SIZE
+        remedy = (f"to use GPUs, start at most {NUM_GPUS} on this machine. For the same batch, "
+                  f"they need {num_questions} questions together (training.num_samples_per_step)")
     if is_required:
         raise UserError(f"model.device=cuda: {reason}; {remedy}")
     tell(f"{reason}, so this run uses the CPU; {remedy}")
-
-
-def command_for_gpus(config: Config, arguments: list[str]) -> str:
-    """Returns how to ask as many questions per step with at most one rank per GPU."""
-    num_questions = config.training.num_samples_per_step * LOCAL_WORLD_SIZE
-    num_ranks = max(n for n in range(1, NUM_GPUS + 1) if num_questions % n == 0)
-    key = "training.num_samples_per_step"
-    override = f"{key}={num_questions // num_ranks}"
-    if WORLD_SIZE > LOCAL_WORLD_SIZE:
-        return f"start {num_ranks} processes on each machine, with {override}"
-    start = [sys.executable]
-    if num_ranks > 1:  # This is torchrun, wherever it's installed.
-        start += ["-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"]
-    kept = [argument for argument in arguments if not argument.startswith(f"{key}=")]
-    return shlex.join([*start, "main.py", *kept, override])
 
 
 def choose_precision(wanted: str | None) -> str:

@@ -33,10 +33,8 @@ def test_two_processes_and_one_gpu_train_on_the_cpu_and_say_how_to_use_it(tmp_pa
 
     assert result.returncode == 0, result.stderr
     [line] = [line for line in result.stdout.splitlines() if line.startswith("note: ")]
-    assert line.startswith("note: 2 processes, but 1 GPU, so this run uses the CPU; to train on "
-                           f"GPUs with the same batch: {sys.executable} main.py ")
-    assert line.endswith(" training.num_samples_per_step=4")
-    assert "training.num_samples_per_step=2" not in line and "training.max_steps=0" in line
+    assert line.startswith("note: 2 processes, but 1 GPU, so this run uses the CPU; to use GPUs, "
+                           "start at most 1 on this machine. For the same batch, they need 4 ")
     assert "in float32 on 2 x cpu" in " ".join(result.stdout.split())
 
 
@@ -60,8 +58,7 @@ def on_a_cpu(monkeypatch):
 
 
 @pytest.mark.parametrize(("num_gpus", "says"), [
-    (6, "8 processes, but 6 GPUs; to train on GPUs with the same batch: "),
-    (4, "8 processes, but 4 GPUs; to train on GPUs with the same batch: "),
+    (4, "8 processes, but 4 GPUs; to use GPUs, start at most 4 on this machine. For the same batch"),
     (0, "8 processes, but no GPUs; to train on the CPU anyway, add model.device=null")])
 def test_a_recipe_for_gpus_is_never_trained_on_a_cpu(num_gpus, says, on_a_cpu, monkeypatch):
     recipe = ["--config", "recipes/qwen2.5-3b-grpo.yaml", "training.seed=1"]
@@ -71,24 +68,10 @@ def test_a_recipe_for_gpus_is_never_trained_on_a_cpu(num_gpus, says, on_a_cpu, m
     with pytest.raises(UserError) as raised:
         settings.load_config(recipe)
 
-    message = str(raised.value)
-    assert message.startswith(f"model.device=cuda: {says}")
-    if num_gpus:  # 8 x 32 questions
-        assert message.endswith("-m torch.distributed.run --nproc-per-node=4 main.py --config "
-                                "recipes/qwen2.5-3b-grpo.yaml training.seed=1 "
-                                "training.num_samples_per_step=64")
+    assert str(raised.value).startswith(f"model.device=cuda: {says}")
     assert settings.load_config([*recipe, "model.device=null"]).model.device is None
     monkeypatch.setattr(settings, "DEVICE", torch.device("cuda", 0))
     assert settings.load_config(recipe).model.device == "cuda"
-
-
-def test_machines_are_told_how_many_processes_to_start(on_a_cpu, monkeypatch):
-    monkeypatch.setattr(settings, "LOCAL_WORLD_SIZE", 8)
-    monkeypatch.setattr(settings, "WORLD_SIZE", 16)
-    monkeypatch.setattr(settings, "NUM_GPUS", 4)
-
-    with pytest.raises(UserError, match="start 4 processes on each machine, with .*_step=64$"):
-        settings.load_config(["--config", "recipes/qwen2.5-3b-grpo.yaml"])
 
 
 def test_the_device_is_no_part_of_the_experiment():
