@@ -74,7 +74,7 @@ def machine(small: bool) -> None:
         report(
             gpu=card.name, gpu_gb=card.total_memory / 1e9, cuda=torch.version.cuda,
             cudnn=torch.backends.cudnn.version(), nccl=str(torch.cuda.nccl.version()))
-        assert not torch.backends.cuda.cudnn_sdp_enabled()  # `ranks.prepare_gpu` says why.
+        assert not torch.backends.cuda.cudnn_sdp_enabled()  # `ranks.join` says why.
 
 
 def attention(small: bool) -> None:

@@ -75,13 +75,8 @@ def errors_of_phase(phase: str, steps_done: int) -> Iterator[None]:
         if is_out_of_memory(error):
             remedy = REMEDY_OF_PHASE.get(phase, LOAD_IN_LESS_MEMORY)
             raise UserError(f"out of memory in phase {phase}: {remedy}") from error
-        is_sampling = phase in ("sample", "evaluate")
         if "probability tensor contains" in str(error):
             raise UserError(f"after step {steps_done}, {OUT_OF_RANGE}") from error
-        if is_sampling and "device-side assert" in str(error):
-            raise UserError(f"after step {steps_done}, the GPU stopped while sampling "
-                            "(CUDA_LAUNCH_BLOCKING=1 shows where). Usually this means that "
-                            f"{OUT_OF_RANGE}") from error
         raise
 
 

@@ -113,7 +113,11 @@ def join() -> None:
     """Connects this rank to the others: with nccl between GPUs, with gloo for data on the CPU."""
     refuse_unusable_gpu()
     if DEVICE.type == "cuda":
-        prepare_gpu()
+        torch.cuda.set_device(DEVICE)
+        # With a mask, PyTorch prefers cuDNN's attention on Hopper and Blackwell. Its gradient can
+        # be nan (pytorch issue 196678), its decoding can be wrong (193893), and it keeps a plan in
+        # memory for each new length (190388).
+        torch.backends.cuda.enable_cudnn_sdp(False)
     elif LOCAL_WORLD_SIZE > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         # torchrun sets OMP_NUM_THREADS to 1, unless the user has set it to something else.
         has_affinity = hasattr(os, "sched_getaffinity")  # macOS doesn't have it.
@@ -146,23 +150,6 @@ def refuse_unusable_gpu() -> None:
                     "(docs/hardware.md#the-driver). It may also be that CUDA_VISIBLE_DEVICES names "
                     "a GPU that does not exist, or that a container was started without --gpus "
                     "all or --nv. To train on the CPU, set CUDA_VISIBLE_DEVICES=")
-
-
-def prepare_gpu() -> None:
-    major, minor = torch.cuda.get_device_capability(DEVICE)
-    kernels = re.findall(r"sm_(\d+)", " ".join(torch.cuda.get_arch_list()))  # none for AMD
-    oldest = min(map(int, kernels), default=0)  # 75 is compute capability 7.5.
-    if 10 * major + minor < oldest:
-        raise UserError(
-            f"{torch.cuda.get_device_name(DEVICE)} has compute capability {major}.{minor}, but "
-            f"PyTorch {torch.__version__} needs at least {oldest / 10}: install a PyTorch build "
-            "for an older CUDA (docs/hardware.md#the-driver), or set CUDA_VISIBLE_DEVICES= to "
-            "train on the CPU")
-    torch.cuda.set_device(DEVICE)
-    # With a mask, PyTorch prefers cuDNN's attention on Hopper and Blackwell. Its gradient can be
-    # nan (pytorch issue 196678), its decoding can be wrong (193893), and it keeps a plan in memory
-    # for each new length (190388).
-    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def meet() -> dist.Store:

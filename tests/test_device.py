@@ -58,7 +58,7 @@ def on_a_cpu(monkeypatch):
 
 
 @pytest.mark.parametrize(("num_gpus", "says"), [
-    (4, "8 processes, but 4 GPUs; to use GPUs, start at most 4 on this machine. For the same batch"),
+    (4, "8 processes, but 4 GPUs; to use GPUs, start at most 4 on this machine"),
     (0, "8 processes, but no GPUs; to train on the CPU anyway, add model.device=null")])
 def test_a_recipe_for_gpus_is_never_trained_on_a_cpu(num_gpus, says, on_a_cpu, monkeypatch):
     recipe = ["--config", "recipes/qwen2.5-3b-grpo.yaml", "training.seed=1"]
@@ -104,25 +104,10 @@ def test_a_gpu_that_torch_cannot_use_is_refused_unless_it_is_hidden(
         ranks_of_machinery.refuse_unusable_gpu()
 
 
-@pytest.mark.parametrize(("capability", "is_refused"), [((7, 0), True), ((7, 5), False)])
-def test_a_gpu_that_is_too_old_for_this_torch_is_refused(capability, is_refused, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
-    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_90a", "compute_120"])
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", lambda on: None)
-
-    if not is_refused:
-        ranks_of_machinery.prepare_gpu()
-        return
-    with pytest.raises(UserError, match="Tesla V100 has compute capability 7.0, .* at least 7.5: "):
-        ranks_of_machinery.prepare_gpu()
-
-
 # ---------------------------------------------------------------- machines of two kinds
 
 def meet_with_a_gpu_on_rank_1():
-    ranks_of_machinery.prepare_gpu = lambda: None
+    torch.cuda.set_device = print
     ranks_of_machinery.DEVICE = torch.device("cuda" if ranks_of_machinery.RANK == 1 else "cpu")
     ranks_of_machinery.launch(print)
 

@@ -87,17 +87,10 @@ def test_running_out_of_memory_is_known_by_its_many_names(error, expected):
     assert is_out_of_memory(error) == expected
 
 
-@pytest.mark.parametrize(("phase", "message", "says"), [
-    ("sample", "probability tensor contains either `inf`, `nan`", "lower training.learning_rate"),
-    ("evaluate", "CUDA error: device-side assert triggered",
-     "(CUDA_LAUNCH_BLOCKING=1 shows where)"),
-    ("score", "CUDA error: device-side assert triggered", None)])  # It's the reward's own.
-def test_an_assertion_on_a_gpu_is_blamed_on_the_model_only_while_sampling(phase, message, says):
-    expected = UserError if says else RuntimeError
-    with pytest.raises(expected) as raised, errors_of_phase(phase, 3):
-        raise RuntimeError(message)
-
-    assert (says or message) in str(raised.value)
+def test_a_model_that_gives_no_probabilities_is_blamed_on_the_learning_rate():
+    with (pytest.raises(UserError, match="after step 3, .* lower training.learning_rate"),
+          errors_of_phase("sample", 3)):
+        raise RuntimeError("probability tensor contains either `inf`, `nan`")
 
 
 # ---------------------------------------------------------------- prompts and data
@@ -337,7 +330,6 @@ def test_on_a_gpu_attention_is_not_cudnns_and_a_slow_rank_is_waited_for(monkeypa
     asked = {}
     switches = []
     monkeypatch.setattr(ranks_of_machinery, "DEVICE", torch.device("cuda", 0))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", switches.append)
     monkeypatch.setattr(torch.distributed, "init_process_group",
