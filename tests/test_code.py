@@ -275,8 +275,6 @@ def test_values_that_json_does_not_know_count_too():
                        (Decimal("0.1"), Decimal("0.2")), (b"a", b"b"), ({"a"}, {"b"}),
                        (date(2026, 1, 1), date(2026, 1, 2))):
         assert digest(one) == digest(copy(one)) != digest(other)
-    assert digest(object()) == digest(object())  # They differ by their address alone.
-    digest({(0, 1): 2})  # Keys may be anything.
 
 
 TASK_OF_A_RANK = """
