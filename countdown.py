@@ -18,6 +18,7 @@ the same problem are never split between training and validation. If rows have "
 evaluation takes its questions from them, and training uses the others.
 """
 
+import ast
 import json
 import operator
 import re
@@ -136,8 +137,8 @@ def _integer(place: str, value: Any) -> int:
 MAX_EXPRESSION_LENGTH = 1000  # in characters; bounds the time that a hostile answer can take
 SPACE = " \t\r\n\f\v"  # `str.strip()` and r"\s" would accept many other Unicode spaces.
 TOKEN = re.compile(rf"[{SPACE}]*([0-9]+|[-+*/()])[{SPACE}]*")
-PRECEDENCE = {"(": 0, "+": 1, "-": 1, "*": 2, "/": 2}
-ARITHMETIC = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+              ast.Div: operator.truediv}
 
 
 def evaluate_expression(text: str) -> Fraction | None:
@@ -161,45 +162,21 @@ def _tokenize(text: str) -> list[str] | None:
 
 
 def _evaluate(tokens: list[str]) -> Fraction | None:
-    """Returns the value of an expression, or None if it isn't one or divides by zero. This is the
-    shunting-yard algorithm, which needs no recursion, so no depth of parentheses can exhaust it."""
-    values: list[Fraction] = []
-    operators: list[str] = []
-    operand_expected = True
-    for token in tokens:
-        starts_operand = token == "(" or token.isdigit()
-        if operand_expected != starts_operand:
-            return None
-        if token.isdigit():
-            values.append(Fraction(int(token)))
-            operand_expected = False
-        elif token == "(":
-            operators.append(token)
-        elif token == ")":
-            if not _apply_operators(values, operators, 1) or not operators:
-                return None
-            operators.pop()  # This is the matching "(".
-        else:
-            if not _apply_operators(values, operators, PRECEDENCE[token]):
-                return None
-            operators.append(token)
-            operand_expected = True
-    if operand_expected or not _apply_operators(values, operators, 1):
+    """Returns the value of an expression, or None if it isn't one or divides by zero. Python only
+    parses it. What it would compute doesn't matter, because nothing but integers and four operators
+    has a value here."""
+    try:
+        return _value(ast.parse(" ".join(tokens), mode="eval").body)
+    except (SyntaxError, ValueError, ZeroDivisionError):
         return None
-    return None if operators else values[0]  # A leftover operator is an unclosed "(".
 
 
-def _apply_operators(values: list[Fraction], operators: list[str], precedence: int) -> bool:
-    """Applies the operators on top of the stack that bind at least as strongly as `precedence`.
-    Returns False for a division by zero."""
-    while operators and PRECEDENCE[operators[-1]] >= precedence:
-        symbol = operators.pop()
-        right = values.pop()
-        left = values.pop()
-        if symbol == "/" and right == 0:
-            return False
-        values.append(ARITHMETIC[symbol](left, right))
-    return True
+def _value(node: ast.expr) -> Fraction:
+    if isinstance(node, ast.Constant):
+        return Fraction(node.value)
+    if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
+        return ARITHMETIC[type(node.op)](_value(node.left), _value(node.right))
+    raise ValueError("not an integer, and not one of the four operators")
 
 
 # ---------------------------------------------------------------- rewards
