@@ -191,7 +191,8 @@ MUTANTS = [
            '            if training.learning_type == "distill":\n', "            if False:\n",
            DISTILL),
     Mutant("words about rewards where a teacher teaches", "machinery/metrics.py",
-           'if config.training.learning_type != "distill":', "if True:", DISTILL),
+           'if config.training.learning_type == "distill":  # There', "if False:  # There",
+           DISTILL),
     Mutant("a reference with the adapters on", "machinery/model.py",
            "        reference.disable_adapters()", "        pass", LORA),
     # ------------------------------------------------------------ the update
