@@ -62,7 +62,6 @@ class Logger:
         self.running = ""  # the phase that is running
         self.bar = tqdm(disable=True)  # its bar
         self.seconds: dict[str, float] = {}  # in each phase since the last step or evaluation
-        self.is_saving_told = False
         self.last_drawing = time.monotonic()
         self.mlflow: Thread | None = None
         self.mlflow_calls: SimpleQueue = SimpleQueue()  # what its thread still has to do
@@ -192,7 +191,6 @@ class Logger:
         metrics = {**metrics, **seconds, **speed}
         self._keep(step, metrics)
         print(step_line(step, metrics))
-        self._tell_of_saving(seconds)
         if self.first_step is None:
             self.first_step = step
             self.first_step_ended = time.monotonic()
@@ -218,16 +216,6 @@ class Logger:
         for group in groups[:3]:
             print(answer_lines(group[0].question.row["prompt"], group[0]))
         self._draw_curves()
-
-    def _tell_of_saving(self, seconds: dict[str, float]) -> None:
-        """Says so, once, if saving takes more than a fifth of the time."""
-        saving = seconds["seconds/save"]
-        every = self.config.checkpoint.every
-        working = sum(seconds.values()) - saving  # per step
-        if saving / every > (working + saving / every) / 5 and not self.is_saving_told:
-            self.is_saving_told = True
-            print(wrap(f"saving a checkpoint took {saving:.1f} s, and the rest of the step "
-                       f"took {working:.1f} s: raise checkpoint.every to save less often", "  "))
 
     def _tell_of_time_left(self) -> None:
         """The first step of a start doesn't count, because it's slower than the others."""

@@ -238,14 +238,6 @@ def type_in_sampler(parameter: nn.Parameter) -> torch.dtype:
     return HALF_PRECISION if is_matrix or parameter.requires_grad else parameter.dtype
 
 
-def linear_weights(model: Any) -> set[nn.Parameter]:
-    """Returns what the reference keeps in bfloat16: the matrices of all linear layers but the
-    output layer. Autocast computes with these values anyway, so no bit differs."""
-    output_layer = model.get_output_embeddings()
-    linear = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
-    return {layer.weight for layer in linear if layer is not output_layer}
-
-
 # ---------------------------------------------------------------- copies of the model
 
 def make_sampler(model: Any, config: Config) -> Any:
@@ -276,7 +268,12 @@ def refresh_sampler(sampler: nn.Module, model: nn.Module) -> None:
 def make_reference(model: Any, config: Config) -> Any:
     """Returns the model that a KL penalty compares with: the model as it was loaded, without any
     adapters."""
-    in_half = linear_weights(model) if config.model.precision == "mixed" else set()
+    in_half = set()
+    if config.model.precision == "mixed":
+        # Autocast computes with these values in bfloat16 anyway, so no bit differs. The output
+        # layer's matrix may also be the embeddings, whose rows aren't rounded.
+        linear = {layer for layer in model.modules() if isinstance(layer, nn.Linear)}
+        in_half = {layer.weight for layer in linear - {model.get_output_embeddings()}}
 
     def type_of(parameter: nn.Parameter) -> torch.dtype:
         return HALF_PRECISION if parameter in in_half else parameter.dtype

@@ -111,7 +111,6 @@ NO_UPDATE = {"updated": 0, "entropy": None}
 def test_a_step_is_one_line_on_the_console_and_one_in_the_log(
         more, says, tmp_path, capsys):
     log = make_logger(tmp_path, capsys)
-    log.is_saving_told = True
     log.seconds = dict(SECONDS)
 
     log.step(7, STEP | more)
@@ -132,21 +131,6 @@ def test_the_curves_leave_out_what_was_not_finite(tmp_path, capsys):
     DRAW_CURVES(log)
 
     assert (log.path / "curves.png").exists()
-
-
-@pytest.mark.parametrize(("save", "every", "is_told"), [
-    (1.0, 1, True), (0.25, 1, False), (1.0, 10, False), (10.0, 10, True)])
-def test_saving_that_takes_more_than_a_fifth_of_the_time_is_told_once(
-        save, every, is_told, tmp_path, capsys):
-    log = make_logger(tmp_path, capsys, checkpoint__every=every)
-    for step in (7, 8):
-        log.seconds = SECONDS | {"save": save}
-        log.step(step, STEP)
-
-    said = " ".join(capsys.readouterr().out.split())
-    line = (f"saving a checkpoint took {save:.1f} s, and the rest of the step took 2.0 s: raise "
-            "checkpoint.every")
-    assert said.count(line) == said.count("a checkpoint") == int(is_told)
 
 
 def test_two_rollouts_in_a_step_add_up(tmp_path, capsys):
@@ -180,7 +164,6 @@ def test_the_seconds_of_an_evaluation_belong_to_no_step(tmp_path, capsys):
 def test_a_long_run_says_how_much_time_is_left(
         hours_so_far, says, tmp_path, capsys, monkeypatch):
     log = make_logger(tmp_path, capsys, training__max_steps=50)
-    log.is_saving_told = True
     with monkeypatch.context() as patch:
         patch.setattr(logger, "LONG", -1)
         for step in (18, 19, 20):
