@@ -76,7 +76,7 @@ RUNS: dict[str, dict] = {
     BOTH: {"training.scale_rewards": "group", "training.loss_normalizer": "sequence"},
     PUBLISHED: {"training.scale_rewards": "group", "training.loss_normalizer": "sequence",
                 "training.kl_beta": 0.04, "training.kl_in": "loss"},
-    MEAN: {PROGRAM: ["bench/changed.py", "maxrl"]},
+    MEAN: {PROGRAM: ["bench/changed.py", "maxrl"], "task.reward_weights": "null"},
     SIL: {"training.learning_type": "sil", GROUP: "[2,8]"},
     ANSWER_PAYS: NO_FORMAT,
 }

@@ -143,10 +143,11 @@ class Config(Section):
 KEYS = [f"{section}.{key}" for section, field in Config.model_fields.items()
         for key in field.annotation.model_fields]
 OWN = "training.my_"  # Keys of your own begin with this. config.yaml or another file declares them.
-# What used to be a setting, and the diffs in changes/ that do the same now.
+# What used to be a setting, and the diff in changes/ that does the same now.
 NOW_DIFFS = {
-    "training.ratio": "gspo.diff or cispo.diff",
-    "training.mask_truncated": "overlong-filter.diff",
+    "training.ratio=sequence": "gspo.diff",
+    "training.ratio=cispo": "cispo.diff",
+    "training.mask_truncated=True": "overlong-filter.diff",
     "training.scale_rewards=mean": "maxrl.diff",
 }
 # These keys may change between two starts of a run. All others define the experiment.
@@ -221,10 +222,13 @@ def check_values(values: dict[str, Any], own_keys: Sequence[str] = ()) -> Config
     sections: dict[str, dict[str, Any]] = {}
     known = [*KEYS, *own_keys]
     for key, value in values.items():
-        diff = NOW_DIFFS.get(key) or NOW_DIFFS.get(f"{key}={value}")
+        diff = NOW_DIFFS.get(f"{key}={value}")
         if diff:
-            raise UserError(f"{key}={value}: this is no setting any more. Leave it out, or if it's "
-                            f"what you want, apply changes/{diff} (docs/changing.md)")
+            raise UserError(f"{key}={value} is no longer a setting: leave it out, and run git "
+                            f"apply changes/{diff} (docs/changing.md#all-changes)")
+        if key in ("training.ratio", "training.mask_truncated"):
+            raise UserError(f"{key}={value}: this is no longer a key, and it changes nothing: "
+                            "leave it out")
         if key not in known:
             [nearest] = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
             raise UserError(f"{key}={value!r}: there is no such key. Did you mean {nearest}?")
