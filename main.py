@@ -103,7 +103,7 @@ class Trajectory:
     advantage: float = 0.0
     # The log-probabilities of its tokens, each (tokens,), for the log and for variants:
     sampler_log_probs: torch.Tensor | None = None    # by `Run.sampler`, while sampling
-    old_log_probs: torch.Tensor | None = None        # by `Run.policy`, before the first update
+    old_log_probs: torch.Tensor | None = None        # by `Run.policy`, in the first update
     reference_log_probs: torch.Tensor | None = None  # by `Run.reference`
 
     @property
@@ -126,9 +126,8 @@ class Run:
     """What the functions below share.
 
     `model`, `sampler` and `policy` are one network with one set of weights: we load `model`, sample
-    from `sampler` and learn through `policy`. (In mixed precision, the sampler has a rounded copy
-    of the weights. With training.shard, each rank holds a part of `model`, and the sampler is
-    whole.)
+    from `sampler` and learn through `policy`. (With some settings, the sampler has a copy of the
+    weights: see `make_sampler`.)
 
     A step changes nothing but the weights, the state of `optimizer`, `step`, `best`,
     `last_evaluation` and `own_state`. So that's what a checkpoint holds."""
@@ -147,7 +146,7 @@ class Run:
     reference: nn.Module | None   # a Policy of the model as it was loaded, or of a teacher
     optimizer: torch.optim.Optimizer
     step: int                     # training steps done, including the one that is running
-    best: list[float]             # how good the best model is, on rank 0; [-1, -1] at first
+    best: list[float]             # `quality` of the best model, on rank 0; [-1, -1] at first
     last_evaluation: int | None   # the step after which the model was last evaluated
     own_state: dict               # Empty, for what a change of yours has to remember, as JSON.
 
@@ -328,9 +327,9 @@ def compare_with_group(group: list[Trajectory], training: TrainingSettings) -> N
 # the scale: in a group of 8, reward - mean = 7/8 * (reward - mean of the others).)
 #
 # Why no ratio? A token's probability now, divided by what it was when sampled, corrects for a
-# policy that has changed since then. Ours hasn't, so the ratio is 1. (In mixed precision it's only
-# nearly 1, because the sampler's weights are rounded. `sampler_gap` in the log says how nearly.)
-# And as grad ratio = ratio * grad log p, the gradient is the same with a ratio of 1 as with log p.
+# policy that has changed since then. Ours hasn't, so the ratio is 1. And as grad ratio = ratio *
+# grad log p, the gradient is the same with a ratio of 1 as with log p. (In mixed precision, the
+# sampler's weights are rounded, so it's only nearly 1: `sampler_gap` in the log says how nearly.)
 #
 # Why this normalizer? A constant only sets the scale. AdamW nearly cancels it, and only the limit
 # max_grad_norm notices. Dividing by each answer's length would give tokens of short answers more
@@ -410,9 +409,8 @@ def policy_gradient(
     policy.zero_grad(set_to_none=False)  # The tensors stay: DistributedDataParallel sums in them.
     statistics = UpdateStatistics()
     # A micro-batch has at most tokens_per_micro_batch tokens. Ranks may have different numbers of
-    # micro-batches, because they share gradients only in the last pass. (With training.shard they
-    # share in every pass, so they get equally many.) A rank with nothing to learn from gets a
-    # made-up answer that has no tokens, so its loss is an empty sum.
+    # micro-batches, because they share gradients only in the last pass. A rank with nothing to
+    # learn from gets a made-up answer that has no tokens, so its loss is an empty sum.
     micro_batches = split_into_micro_batches(learned, training)
     for batch in run.log.progress(micro_batches):
         is_last = batch is micro_batches[-1]
@@ -579,15 +577,11 @@ def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
         stop_ids = find_stop_ids(model, tokenizer)
         teacher = load_teacher(model, tokenizer, config)  # None, unless `distill` is set
         training_rows, validation_rows = load_questions(task, model, teacher, tokenizer, config)
-        # In mixed precision the sampler is a copy rounded to bfloat16. With `shard` it's a whole
-        # copy on each rank. Otherwise it shares the model's weights.
-        sampler = make_sampler(model, config)
+        sampler = make_sampler(model, config)  # By default it shares the model's weights.
         reference = None
         if training.has_reference:
             reference = Policy(teacher or make_reference(model, config), config)
     with log.phase("prepare"):
-        # A run resumes with the questions, the teacher and the frozen weights that it began with,
-        # or not at all.
         folder.check_data(training_rows, validation_rows, model, teacher)
         policy = Policy(model, config)
         if training.shard:  # Each rank keeps a part of every weight.
@@ -597,13 +591,9 @@ def prepare(config: Config, folder: RunFolder, log: Logger) -> Run:
         optimizer = torch.optim.AdamW(  # `learn` sets the learning rate of each step.
             policy.parameters(), lr=0.0, betas=training.adam_betas,
             weight_decay=training.weight_decay, fused=True)
-        # This takes a step that changes no weight and isn't counted. After it, AdamW has its state,
-        # all zeros, which `restore` can fill.
-        warm_up(policy, optimizer)
+        warm_up(policy, optimizer)  # It changes no weight.
         any_prompt = encode_prompt(training_rows[0], task, tokenizer, config)
-        # This compares the log-probabilities of `Policy` and `generate`, at the sampling
-        # temperature, with what the model itself computes for one answer at a time. If they differ,
-        # the run ends here. With model.check=warn, it goes on if `Policy` differs, and says so.
+        # The run ends here if `Policy` or `generate` doesn't compute what the model computes.
         sampled = Policy(sampler, config)
         check_model(sampled, policy, reference, any_prompt, stop_ids[0], config)
         restored = folder.restore(model, optimizer)  # step, best, last_evaluation and own_state

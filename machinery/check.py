@@ -44,8 +44,9 @@ def check_model(
     sampled: nn.Module, policy: nn.Module, reference: nn.Module | None, prompt: list[int],
     stop_id: int, config: Config,
 ) -> None:
-    """Ends the run if two values differ by more than rounding. With model.check=warn it only says
-    so, unless it's about `generate`. Collective.
+    """Ends the run if log-probabilities of `Policy` or `generate`, at the sampling temperature,
+    differ from the model's own by more than rounding. With model.check=warn it only says so, unless
+    it's about `generate`. Collective.
 
     `sampled` is a Policy of the sampler, which is whole on each rank, even if `policy` is sharded.
     In mixed precision it's a copy in bfloat16. `prompt` is any prompt."""

@@ -243,9 +243,9 @@ def type_in_sampler(parameter: nn.Parameter) -> torch.dtype:
 def make_sampler(model: Any, config: Config) -> Any:
     """Returns the model that answers are sampled from.
 
-    It's a copy in mixed precision, or if the model is sharded. Otherwise it shares the model's
-    weights. Its own generation config is empty, because `generate` would take from there everything
-    left open, like a chat model's temperature."""
+    In mixed precision it's a copy in bfloat16, and if the model is sharded, it's a whole copy on
+    each rank. Otherwise it shares the model's weights. Its own generation config is empty, because
+    `generate` would take from there everything left open, like a chat model's temperature."""
     if config.model.precision == "mixed":
         sampler = frozen_copy(model, type_in_sampler)
     elif config.training.shard:
@@ -267,7 +267,7 @@ def refresh_sampler(sampler: nn.Module, model: nn.Module) -> None:
 
 def make_reference(model: Any, config: Config) -> Any:
     """Returns the model that a KL penalty compares with: the model as it was loaded, without any
-    adapters."""
+    adapters. So it's made before a checkpoint is restored."""
     in_half = set()
     if config.model.precision == "mixed":
         # Autocast computes with these values in bfloat16 anyway, so no bit differs. The output
@@ -297,11 +297,12 @@ def frozen_copy(model: Any, type_of: Callable[[nn.Parameter], torch.dtype]) -> A
 # ---------------------------------------------------------------- the first pass
 
 def warm_up(policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Makes two backward passes and a step that change no weight (the learning rate is 0).
+    """Makes two backward passes and a step that change no weight (the learning rate is 0), and
+    aren't counted.
 
     At the second pass DistributedDataParallel rearranges its buckets, which changes the last bit of
     sums. A resumed run must have this behind it, as the interrupted one had. And AdamW creates its
-    state at its first step."""
+    state at its first step: all zeros, which a checkpoint can fill."""
     policy.train()
     with as_user_error(f"{type(policy.module.model).__name__} cannot be trained here"):
         for _ in range(2):

@@ -34,13 +34,14 @@ from machinery.tasks import describe_data
 NEW = {"step": 0, "best": [-1.0, -1.0], "last_evaluation": None, "own_state": {}}
 GROWING_FILES = ("metrics.jsonl", "samples.jsonl")
 FILES = ("config.yaml", MAIN, TASK, *GROWING_FILES, "curves.png", "summary.json")
-LINKS = ("best", "last")  # Each points to a model, like model-000012.
+MODELS = ("best", "last")  # folders for `from_pretrained`
+STEP = r"step-\d{6,7}"  # a checkpoint's name
 KEPT_CHECKPOINTS = 2
 BYTES_OF_A_FILE = 2 * 10**9  # While saving, this much (or one tensor) is in RAM.
 
 
 class RunFolder:
-    """runs/<name>, with checkpoints/step-NNNNNN and the links best and last. Rank 0 reads and
+    """runs/<name>, with checkpoints/step-NNNNNN and the models best and last. Rank 0 reads and
     writes it."""
 
     def __init__(self, config: Config, code: Code):
@@ -53,7 +54,6 @@ class RunFolder:
         self.state: dict[str, Any] = {}      # what its state.json says
         self.code_changed: list[str] = []    # files that differ from those at the checkpoint
         self.data: dict[str, Any] = {}       # what `describe_data` says about the rows
-        self.models: dict[str, str | None] = dict.fromkeys(LINKS)  # what the links point to
         self.started = time.monotonic()
         self.lock: TextIO | None = None
 
@@ -68,7 +68,9 @@ class RunFolder:
                 self.checkpoint = newest_checkpoint(self.path)
                 if self.checkpoint is not None:
                     self.state = read_state(self.checkpoint)
-                    refuse_other_experiment(self.checkpoint, self.state, self.config)
+                    refuse_older_version(self.checkpoint, self.state)
+                    refuse_differences(self.path, self.state["experiment"],
+                                       experiment(self.config))
                     self.refuse_other_code()
         self.checkpoint, self.state = gather((self.checkpoint, self.state))[0]
         self.started -= self.state.get("seconds", 0)
@@ -127,29 +129,17 @@ class RunFolder:
         self, training: list[dict], validation: list[dict],
         model: nn.Module, teacher: nn.Module | None
     ) -> None:
-        """Refuses rows, or weights that don't learn, that differ from those on other ranks or at
-        the checkpoint. Collective."""
+        """Refuses questions, a teacher or frozen weights that differ from those on other ranks, or
+        from those that the run began with. Collective."""
         self.data = describe_data(training, validation)
-        self.data["model"] = checksum(fixed_weights(model, self.config))
+        self.data["frozen weights of model.name"] = checksum(fixed_weights(model, self.config))
         if teacher is not None:
-            self.data["teacher"] = checksum(teacher.parameters())
+            self.data["weights of training.teacher"] = checksum(teacher.parameters())
         if any(data != self.data for data in gather(self.data)):
             raise SharedError(f"task.name={self.config.task.name!r}: load returns different rows, "
                               "or a different order, on different ranks (or the ranks have "
                               "different models): make them the same on all ranks")
-        then = self.state.get("data", self.data)
-        names = {"model": f"model.name={self.config.model.name!r}",
-                 "teacher": f"training.teacher={self.config.training.teacher!r}"}
-        for key, name in names.items():
-            if then.get(key) != self.data.get(key):
-                raise SharedError(
-                    f"{name} does not have the weights that it had when {self.path} was made. To "
-                    "start over, set run.name to another name")
-        if then != self.data:
-            raise SharedError(
-                f"{self.path} was made with different questions ({then['training']:,} to train on "
-                f"and {then['validation']:,} held out; now {self.data['training']:,} and "
-                f"{self.data['validation']:,}). To start over, set run.name to another name")
+        refuse_differences(self.path, self.state.get("data", self.data), self.data)
 
     def relatives(self) -> list[tuple[Path, int, list[str]]]:
         """Returns the other runs with the same settings, newest first: the folder, the step of its
@@ -158,7 +148,7 @@ class RunFolder:
         for checkpoints in self.path.parent.glob("*/checkpoints"):
             # Its run may be saving right now, or this Python can't read its code.
             with suppress(OSError, ValueError, LookupError, SyntaxError):
-                [newest, *_] = numbered_folders(checkpoints, "step")
+                [newest, *_] = newest_first(checkpoints)
                 state = json.loads((newest / "state.json").read_text(encoding="utf-8"))
                 is_same = state["experiment"] == experiment(self.config)
                 if is_same and checkpoints.parent != self.path:
@@ -228,8 +218,8 @@ class RunFolder:
                     if self.code_changed:
                         record = {"step": self.state["step"], "code_changed": self.code_changed}
                         self.append("metrics.jsonl", [record])
-                for link, name in self.state["models"].items():
-                    self.link(link, name)
+                for name in MODELS:
+                    self.restore_model(name)
                 if not (self.path / "best").exists():
                     restored["best"] = NEW["best"]  # The next evaluation makes a new one.
         return restored
@@ -249,7 +239,7 @@ class RunFolder:
         path = self.path / "checkpoints" / f"step-{state['step']:06d}"
         with self.writing():
             state |= {
-                "models": self.models,
+                "models": {name: step_of(self.path / name) for name in MODELS},
                 "experiment": experiment(self.config),
                 "code": self.code.texts,
                 "data": self.data,
@@ -268,19 +258,10 @@ class RunFolder:
                     for number, part in enumerate(parts, start=1):
                         save_file(part, folder / f"tensors-{number}.safetensors")
                     (folder / "state.json").write_text(text, encoding="utf-8")
-            self.delete_superseded()
-
-    def delete_superseded(self) -> None:
-        """Deletes older checkpoints, and models that neither a link nor a checkpoint names."""
-        checkpoints = numbered_folders(self.path / "checkpoints", "step")
-        for old in checkpoints[KEPT_CHECKPOINTS:]:
-            shutil.rmtree(old)
-        named = {*self.models.values()}
-        for path in checkpoints[:KEPT_CHECKPOINTS]:
-            named |= {*read_state(path)["models"].values()}
-        for model in numbered_folders(self.path, "model"):
-            if model.name not in named:
-                shutil.rmtree(model, ignore_errors=True)
+            for name in MODELS:  # Its models are the present ones.
+                delete(before(self.path / name))
+            for old in newest_first(self.path / "checkpoints")[KEPT_CHECKPOINTS:]:
+                shutil.rmtree(old)
 
     # ------------------------------------------------------------ the best and the last model
 
@@ -288,38 +269,28 @@ class RunFolder:
         self, sampler: Any, generation_config: Any, tokenizer: Any, training: dict[str, Any],
         is_best: bool,
     ) -> None:
-        """Saves a model for `from_pretrained`, with training.json, which says how it was made. Then
-        points the link last to it, and if it's the best, the link best, too. Only rank 0 calls it.
-        """
-        path = self.path / f"model-{training['step']:06d}"
+        """Saves a model for `from_pretrained` as last/, with training.json, which says how it was
+        made. If it's the best, saves a copy as best/. Only rank 0 calls it."""
         model = copy.copy(sampler)
         model.generation_config = generation_config  # The sampler's is empty.
         with self.writing():
-            self.delete_superseded()
-            with appearing(path) as folder:
+            with appearing(self.path / "last") as folder:
                 model.save_pretrained(folder, max_shard_size=BYTES_OF_A_FILE)
                 tokenizer.save_pretrained(folder)
                 (folder / "training.json").write_text(json.dumps(training, indent=1))
-            self.link("last", path.name)
             if is_best:
-                self.link("best", path.name)
+                with appearing(self.path / "best") as folder:
+                    shutil.copytree(self.path / "last", folder, dirs_exist_ok=True)
 
-    def link(self, link: str, name: str | None) -> None:
-        """Points a link to a model in this folder, or removes the link."""
-        self.models[link] = name
-        path = self.path / link
-        if path.is_dir() and not path.is_symlink():
-            raise UserError(f"{path} is a folder instead of a link, probably because the run was "
-                            "copied by a command that follows links: delete best and last in the "
-                            "copy (the models are in the folders model-...), or copy the run again "
-                            "with cp -a")
-        if name is None:
-            path.unlink(missing_ok=True)
-            return
-        new_path = self.path / f"{link}.unfinished"
-        new_path.unlink(missing_ok=True)
-        new_path.symlink_to(name)
-        new_path.replace(path)  # At no moment is there no link.
+    def restore_model(self, name: str) -> None:
+        """Brings back the model that the checkpoint knows, if there's a newer one instead."""
+        path = self.path / name
+        step = self.state["models"][name]
+        if step_of(path) != step:
+            delete(path)
+            if step is not None and step_of(before(path)) == step:
+                before(path).rename(path)
+        delete(before(path))
 
 
 # ---------------------------------------------------------------- what a checkpoint holds
@@ -410,44 +381,44 @@ def refuse_different_ranks(code_digest: str, config: Config) -> None:
                           "main.py")
 
 
-def refuse_other_experiment(checkpoint: Path, state: dict[str, Any], config: Config) -> None:
-    then = state.get("experiment", {})
-    now = experiment(config)
-    if then.get("version") != VERSION:
+def refuse_older_version(checkpoint: Path, state: dict[str, Any]) -> None:
+    if state.get("experiment", {}).get("version") != VERSION:
         raise UserError(f"{checkpoint} was made by an older version of this trainer and cannot be "
                         "resumed: set run.name to another name to start over")
+
+
+def refuse_differences(folder: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuses settings, questions or weights with which this run wasn't made."""
     changes = []
     for key in sorted(then.keys() | now.keys()):
         if then.get(key) != now.get(key):
             changes.append(f"{key}: {then.get(key)} -> {now.get(key)}")
     if changes:
-        raise UserError(f"{checkpoint} belongs to a different experiment ({'; '.join(changes)}): "
-                        "set run.name to another name to start over")
+        raise SharedError(f"{folder} belongs to a different experiment ({'; '.join(changes)}): "
+                          "set run.name to another name to start over")
 
 
 # ---------------------------------------------------------------- folders on a disk
 
-def numbered_folders(parent: Path, word: str) -> list[Path]:
-    """Returns the folders that we named, like step-000012, newest first. A user's own folders, like
-    model-mine, aren't among them."""
-    pattern = re.compile(rf"{word}-\d{{6,7}}")
-    folders = [path for path in parent.glob(f"{word}-*") if pattern.fullmatch(path.name)]
+def newest_first(checkpoints: Path) -> list[Path]:
+    """Returns the checkpoints in a folder. A user's own folders, like step-mine, aren't among them.
+    """
+    folders = [path for path in checkpoints.glob("step-*") if re.fullmatch(STEP, path.name)]
     return sorted(folders, key=lambda path: (len(path.name), path.name), reverse=True)
 
 
 def newest_step(run_folder: Path) -> int:
     """Returns the step of the newest checkpoint that this rank sees, or -1."""
-    checkpoints = numbered_folders(run_folder / "checkpoints", "step")
+    checkpoints = newest_first(run_folder / "checkpoints")
     return int(checkpoints[0].name.removeprefix("step-")) if checkpoints else -1
 
 
 def newest_checkpoint(run_folder: Path) -> Path | None:
     """Returns None for a new folder. Refuses one with files but without a checkpoint."""
-    checkpoints = numbered_folders(run_folder / "checkpoints", "step")
+    checkpoints = newest_first(run_folder / "checkpoints")
     if checkpoints:
         return checkpoints[0]
-    files = [run_folder / name for name in (*FILES, *LINKS)]
-    for path in [*files, *numbered_folders(run_folder, "model")]:
+    for path in [run_folder / name for name in (*FILES, *MODELS)]:
         if path.exists() and path.stat().st_size > 0:  # Saving step 0 begins with empty files.
             raise UserError(f"{run_folder} has {path.name}, but no checkpoint to resume from: set "
                             "run.name to another name to start over")
@@ -471,18 +442,40 @@ def open_tensors(checkpoint: Path) -> dict[str, safe_open]:
 
 @contextmanager
 def appearing(path: Path) -> Iterator[Path]:
-    """Yields a folder to write into. It appears at `path` once it's complete and on the disk."""
+    """Yields a folder to write into. It appears at `path` once it's complete and on the disk.
+
+    What was there is kept until the next checkpoint, because this one may need it. But if
+    something is kept already, what was there is newer than the checkpoint, and goes."""
     unfinished = path.with_name("unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
+    delete(unfinished)
     unfinished.mkdir(parents=True)
     yield unfinished
     for written in unfinished.rglob("*"):
         if written.is_file():
             sync_to_disk(written)
     sync_to_disk(unfinished)
-    shutil.rmtree(path, ignore_errors=True)  # A step that is repeated replaces its own folder.
+    if before(path).exists():
+        delete(path)
+    elif path.exists():
+        path.rename(before(path))
     unfinished.rename(path)
     sync_to_disk(path.parent)
+
+
+def before(path: Path) -> Path:
+    """Returns where the model is kept that was at `path` when the checkpoint was made."""
+    return path.with_name(f"{path.name}.before")
+
+
+def step_of(model: Path) -> int | None:
+    """Returns the step after which a model was saved, or None if there's no whole model."""
+    with suppress(OSError, ValueError):
+        return json.loads((model / "training.json").read_text(encoding="utf-8"))["step"]
+    return None
+
+
+def delete(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def sync_to_disk(path: Path) -> None:

@@ -154,7 +154,8 @@ def describe_data(training: list[dict], validation: list[dict]) -> dict[str, Any
     rows = training + validation
     for row in rows:
         digest.update(json.dumps(row, default=repr, sort_keys=True).encode())
-    return {"training": len(training), "validation": len(validation), "digest": digest.hexdigest()}
+    return {"questions to train on": len(training), "questions held out": len(validation),
+            "their digest": digest.hexdigest()[:16]}
 
 
 def check_prompt_lengths(

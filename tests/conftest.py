@@ -23,6 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "examples")]
 import logger
 import main
 from machinery.ranks import join, launch
+from machinery.runs import step_of
 
 torch.set_num_threads(1)
 
@@ -338,8 +339,8 @@ def outcome(folder: Path) -> dict:
             "step": checkpoint.name,
             "state": [state[key] for key in ("step", "best", "last_evaluation", "own_state")],
             "tensors": digest(checkpoint / "tensors-1.safetensors"),
-            "best": digest(folder / "best" / "model.safetensors"),
-            "links": [(folder / link).resolve().name for link in ("best", "last")],
+            "models": [digest(folder / name / "model.safetensors") for name in ("best", "last")],
+            "steps": [step_of(folder / name) for name in ("best", "last")],
             "code": [state["code"], (folder / "main.py").read_text()],
             "files": sorted(path.name for path in files)}
 

@@ -83,9 +83,14 @@ def run_and_be_struck(strike: dict, folder: str, arguments: list[str]):
             when=lambda path: path.name == "checkpoints")
     passing(shutil, "rmtree", before="saving: removal", after="saving: removed",
             when=lambda folder, *_: folder.name.startswith("step-") and folder.exists())
-    passing(runs, "sync_to_disk", after="saving: best",
+    passing(runs, "sync_to_disk", after="model: written",
             when=lambda path: path.name == "unfinished" and path.parent.name != "checkpoints")
-    passing(Path, "replace", after="saving: linked")
+    passing(Path, "rename", before="model: leaves", after="model: left",
+            when=lambda path, there: there.name.endswith(".before"))
+    passing(Path, "rename", after="model: there",
+            when=lambda path, there: there.name in runs.MODELS)
+    passing(runs, "delete", before="model: goes", after="model: gone",
+            when=lambda path: path.name.endswith(".before") and path.exists())
     # As main.py has it. A shell lets its background jobs, and so the tests there, ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     on_ctrl_c()

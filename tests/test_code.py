@@ -19,6 +19,7 @@ import main
 from machinery import keep_source, tasks
 from machinery.code import MAIN, TASK, Code, code_of, digest_of, meaning
 from machinery.errors import UserError
+from machinery.runs import step_of
 from machinery.tasks import split
 
 TINY = [*SMALL, "training.max_new_gen_tokens=16"]
@@ -246,9 +247,9 @@ def write_rows(path, numbers, target=10):
 
 
 @pytest.mark.parametrize(("numbers", "target", "says"), [
-    (range(2, 60), 10, "(34 to train on and 6 held out; now 52 and 6)"),
-    (range(3, 43), 10, "was made with different questions"),
-    (range(2, 42), 11, "was made with different questions"),
+    (range(2, 60), 10, "questions to train on: 34 -> 52; their digest: "),
+    (range(3, 43), 10, "belongs to a different experiment (their digest: "),
+    (range(2, 42), 11, "belongs to a different experiment (their digest: "),
     (reversed(range(2, 42)), 10, None)])  # The order in the file means nothing.
 def test_a_run_resumes_with_the_questions_it_was_trained_with_or_not_at_all(
         numbers, target, says, tmp_path, capsys):
@@ -269,7 +270,7 @@ def test_a_run_resumes_with_the_questions_it_was_trained_with_or_not_at_all(
 
 def test_values_that_json_does_not_know_count_too():
     def digest(value):
-        return tasks.describe_data([{"value": value}], [])["digest"]
+        return tasks.describe_data([{"value": value}], [])["their digest"]
 
     for one, other in ((numpy.int64(1), numpy.int64(2)), (numpy.ones(2), numpy.zeros(2)),
                        (Decimal("0.1"), Decimal("0.2")), (b"a", b"b"), ({"a"}, {"b"}),
@@ -362,7 +363,6 @@ def test_the_last_model_is_kept_beside_the_best(tmp_path, monkeypatch):
     assert start([*TINY, f"run.dir={tmp_path}", "validation.every=1"]) == 0
 
     folder = tmp_path / "a"
-    assert [(folder / link).resolve().name for link in ("best", "last")] == [
-        "model-000001", "model-000003"]
+    assert [step_of(folder / name) for name in ("best", "last")] == [1, 3]
     training = json.loads((folder / "last" / "training.json").read_text())
     assert training["step"] == 3 and training["before_training"]["eval/solved"] == 0.2

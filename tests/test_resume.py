@@ -22,7 +22,7 @@ from processes import ranks
 
 import main
 from machinery import on_ctrl_c
-from machinery.runs import numbered_folders
+from machinery.runs import newest_first, step_of
 
 # In mixed precision the sampler has weights of its own, which a resumed run has to make anew.
 STEPS = [*EVERY_STEP, "model.precision=mixed"]
@@ -52,24 +52,28 @@ def test_a_killed_run_equals_the_uninterrupted_one(whole, tmp_path):
     assert outcome(tmp_path / "a") == outcome(whole)
 
 
-SAVING_BEST = ["saving: best", "saving: linked"]
+# The first evaluation makes both models. From the second one on, they change hands.
+NEW_MODELS = ["model: written", "model: there"]
+CHANGING_HANDS = ["model: leaves", "model: left", "model: goes", "model: gone"]
 SAVING = ["saving: tensors", "saving: written", "saving: renamed", "saving: synced",
           "saving: removal", "saving: removed"]
 ON_ANY_RANK = ["sampling", "learning", "updated", "evaluating"]
-POINTS = [*SAVING, *ON_ANY_RANK, *ON_ANY_RANK, "sampling", "sampling", "logging", "evaluated"]
+POINTS = [*SAVING, *CHANGING_HANDS, *ON_ANY_RANK, *ON_ANY_RANK, "sampling", "sampling", "logging",
+          "evaluated"]
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("how", "num_ranks", "learning"), [
     ("kill all", 1, []), ("kill all", 2, SIL), ("kill all", 3, ["training.shard=true"]),
     ("SIGINT", 2, [])], ids=str)
-def test_a_run_struck_twenty_times_equals_the_uninterrupted_one(how, num_ranks, learning, tmp_path):
+def test_a_run_struck_at_every_point_equals_the_uninterrupted_one(
+        how, num_ranks, learning, tmp_path):
     stream = random.Random(f"{how} {num_ranks} {learning}")
-    steps = [*learning, *EVERY_STEP, "training.max_steps=24"]
+    steps = [*learning, *EVERY_STEP, "training.max_steps=36"]
     expected = uninterrupted(num_ranks, tmp_path / "whole", *steps)
-    # The first evaluation always is the best so far. A better one may never come.
-    for point in [*SAVING_BEST, *stream.sample(POINTS, len(POINTS))]:
-        once = point in SAVING_BEST or point.startswith("eval")
+    points = [*NEW_MODELS, *stream.sample(POINTS, len(POINTS))]
+    for point in points:
+        once = point.startswith(("model", "eval"))
         strike = {"point": point, "how": how, "passing": 1 if once else stream.choice([1, 2]),
                   "rank": stream.randrange(num_ranks) if point in ON_ANY_RANK else 0}
         result = interrupted(num_ranks, strike, tmp_path / "struck", *steps)
@@ -82,7 +86,7 @@ def test_a_run_struck_twenty_times_equals_the_uninterrupted_one(how, num_ranks, 
     result = interrupted(num_ranks, {}, tmp_path / "struck", *steps)
 
     assert result.returncode == 0, result.stderr
-    assert len((tmp_path / "struck" / "struck").read_text().splitlines()) == 20
+    assert (tmp_path / "struck" / "struck").read_text().splitlines() == points
     assert outcome(tmp_path / "struck" / "a") == expected
 
 
@@ -142,7 +146,7 @@ def test_a_state_of_ones_own_is_the_same_on_all_ranks_and_what_json_knows(value,
     ("state.json", "is damaged: delete it"), ("tensors-1.safetensors", "cannot be read")])
 def test_a_damaged_checkpoint_is_refused_and_once_it_is_deleted_the_one_before_it_is_resumed(
         name, says, whole, tmp_path, capsys):
-    shutil.copytree(whole, tmp_path / "a", symlinks=True)
+    shutil.copytree(whole, tmp_path / "a")
     path = tmp_path / "a" / "checkpoints" / "step-000003" / name
     path.write_bytes(path.read_bytes()[:-1])
     # One rank with the same batch as that of two.
@@ -174,7 +178,7 @@ def test_best_is_never_of_a_step_that_was_undone(tmp_path):
     they come out worse, as they may with another `sampling.max_rows`."""
     folder = tmp_path / "a"
     ranks(1, evaluate_as, "[0.1, 0.2, 0.25, 0.3, 0.8, 0.9]", str(tmp_path), "[]")  # It fails in 6.
-    assert (folder / "best").resolve().name == "model-000005"
+    assert step_of(folder / "best") == 5 and step_of(folder / "best.before") == 3
 
     result = ranks(1, evaluate_as, "[0.15, 0.25, 0.1]", str(tmp_path), '["sampling.max_rows=3"]')
 
@@ -183,12 +187,13 @@ def test_best_is_never_of_a_step_that_was_undone(tmp_path):
     training = json.loads((folder / "best" / "training.json").read_text())
     assert summary["best"]["step"] == training["step"] == 3
     assert summary["best"]["eval/solved"] == training["eval/solved"] == 0.3
+    assert not (folder / "best.before").exists()
 
 
 def test_a_users_own_folders_are_not_taken_for_ours(tmp_path):
-    for name in ("model-mine", "model-1", "model-000007", "model-000012-2", "model-000012"):
+    for name in ("step-mine", "step-1", "step-000007", "step-000012-2", "step-000012"):
         (tmp_path / name).mkdir()
 
-    found = [path.name for path in numbered_folders(tmp_path, "model")]
+    found = [path.name for path in newest_first(tmp_path)]
 
-    assert found == ["model-000012", "model-000007"]
+    assert found == ["step-000012", "step-000007"]
