@@ -5,7 +5,8 @@ They change nothing. docs/numbers.md says what each number means."""
 import math
 import resource
 import sys
-from itertools import chain
+from collections.abc import Iterator
+from itertools import chain, islice
 from statistics import fmean, pstdev, stdev
 from typing import Any, ClassVar
 
@@ -327,17 +328,16 @@ def solved_by_kind(groups: list[list], solved: list[float]) -> dict[str, float]:
 
 
 # ---------------------------------------------------------------- what the first step says
-# A sign is whether it's seen, and what to say then, with the keys to look at.
 
 def look_at_first_step(metrics: dict[str, float | None], config: Config) -> list[str]:
     """Returns the lines below the first step: what was measured, and what's off. `metrics` has the
     numbers of the step and of the evaluation before it."""
     # All comparisons with nan are false, so a missing number is never a bad sign.
     numbers = {name: math.nan if value is None else value for name, value in metrics.items()}
-    seen = [words for is_seen, words in signs_of_answers(numbers, config) if is_seen]
+    signs = list(signs_of_answers(numbers, config))
     # Of the update there's at most one, because an earlier one explains the later ones.
-    seen += [words for is_seen, words in signs_of_update(numbers, config) if is_seen][:1]
-    return measured(numbers, config) + ([f"! {words}" for words in seen] or ["nothing is off"])
+    signs += islice(signs_of_update(numbers, config), 1)
+    return measured(numbers, config) + ([f"! {sign}" for sign in signs] or ["nothing is off"])
 
 
 def measured(numbers: dict[str, float], config: Config) -> list[str]:
@@ -376,75 +376,70 @@ def measured(numbers: dict[str, float], config: Config) -> list[str]:
     return [truncation, groups, change, sampler]
 
 
-def signs_of_answers(numbers: dict[str, float], config: Config) -> list[tuple[bool, str]]:
-    signs = [
-        (numbers["truncated"] >= 0.9, (
-            "too many answers are truncated: raise training.max_new_gen_tokens. It may also be "
-            "that the model does not know its stop token: for a chat model, set data.prompt_style "
-            "to chat")),
-        (numbers["sampler_gap"] >= LARGE_GAP[config.model.precision], (
-            "the answers were not sampled from the policy being trained: check model.precision "
-            "and model.attention, and whether log_probs_of_tokens divides the logits by "
-            "sampling.temperature")),
-    ]
+# Each sign names the keys to look at.
+
+def signs_of_answers(numbers: dict[str, float], config: Config) -> Iterator[str]:
+    if numbers["truncated"] >= 0.9:
+        yield ("too many answers are truncated: raise training.max_new_gen_tokens. It may also be "
+               "that the model does not know its stop token: for a chat model, set "
+               "data.prompt_style to chat")
+    if numbers["sampler_gap"] >= LARGE_GAP[config.model.precision]:
+        yield ("the answers were not sampled from the policy being trained: check model.precision "
+               "and model.attention, and whether log_probs_of_tokens divides the logits by "
+               "sampling.temperature")
     if config.training.learning_type == "distill":  # There, rewards teach nothing.
-        is_same = numbers.get("kl", math.nan) <= 1e-6
-        return [*signs, (is_same, (
-            "the teacher gives the same probabilities as the student: check that training.teacher "
-            "names the right model"))]
+        if numbers.get("kl", math.nan) <= 1e-6:
+            yield ("the teacher gives the same probabilities as the student: check that "
+                   "training.teacher names the right model")
+        return
     # The evaluation before it asked more questions. If that solved a few per cent, a step that
     # solved none had bad luck.
     solved_before = numbers.get("eval/solved", math.nan)
     is_bad_luck = config.data.validation is None and 0.01 <= solved_before <= 0.1
-    signs += [
-        (numbers["groups_none_solved"] >= MOST_GROUPS and not is_bad_luck, (
-            "hardly any question was solved by any of its answers. If this continues, the "
-            "questions are too hard: use easier ones (data.dataset), a better model (model.name), "
-            "or more answers to each question (training.k_best_of_n)")),
-        (numbers["groups_all_solved"] >= MOST_GROUPS, (
-            "nearly every question was solved by all of its answers. If this continues, the "
-            "questions are too easy: use harder ones (data.dataset)")),
-        (numbers["groups_without_signal"] >= MOST_GROUPS and not is_bad_luck, (
-            "in nearly all groups, the answers have equal rewards, which teach grpo nothing, "
-            "whatever the learning rate. If this continues, check task.reward_weights, "
-            "training.k_best_of_n and data.dataset")),
-        (numbers["graded_wrongly"] >= 0.2, (  # Fewer may be a reward that's sometimes random.
-            f"{numbers['graded_wrongly']:.0%} of the answers that were graded again got a "
-            "different reward: check in score that each answer has the reward that the task gives "
-            "it. If your code changes rewards, this may be intended")),
-    ]
+    if numbers["groups_none_solved"] >= MOST_GROUPS and not is_bad_luck:
+        yield ("hardly any question was solved by any of its answers. If this continues, the "
+               "questions are too hard: use easier ones (data.dataset), a better model "
+               "(model.name), or more answers to each question (training.k_best_of_n)")
+    if numbers["groups_all_solved"] >= MOST_GROUPS:
+        yield ("nearly every question was solved by all of its answers. If this continues, the "
+               "questions are too easy: use harder ones (data.dataset)")
+    if numbers["groups_without_signal"] >= MOST_GROUPS and not is_bad_luck:
+        yield ("in nearly all groups, the answers have equal rewards, which teach grpo nothing, "
+               "whatever the learning rate. If this continues, check task.reward_weights, "
+               "training.k_best_of_n and data.dataset")
+    if numbers["graded_wrongly"] >= 0.2:  # Fewer may be a reward that's sometimes random.
+        yield (f"{numbers['graded_wrongly']:.0%} of the answers that were graded again got a "
+               "different reward: check in score that each answer has the reward that the task "
+               "gives it. If your code changes rewards, this may be intended")
     for name, mean in numbers.items():
         some_before = is_bad_luck and numbers.get(f"eval/{name}", 0) > 0
-        signs.append((name.startswith("reward/") and mean == 0 and not some_before, (
-            f"{name} is 0 on average: if it is 0 for every answer, check the task's "
-            "reward_function, task.reward_weights, sampling.temperature, and whether "
-            "data.prompt_style suits the model")))
-    return signs
+        if name.startswith("reward/") and mean == 0 and not some_before:
+            yield (f"{name} is 0 on average: if it is 0 for every answer, check the task's "
+                   "reward_function, task.reward_weights, sampling.temperature, and whether "
+                   "data.prompt_style suits the model")
 
 
-def signs_of_update(numbers: dict[str, float], config: Config) -> list[tuple[bool, str]]:
+def signs_of_update(numbers: dict[str, float], config: Config) -> Iterator[str]:
     at_full_rate = numbers["change_size"] * max(1, config.training.warmup_steps)
     is_small = at_full_rate <= 2e-4  # The smallest we saw in a healthy run is 6e-4.
     is_exact = config.model.precision == "float32"  # Elsewhere rounding hides small changes.
     liked, where = "answers above their group's mean reward", "compute_advantages"
     if config.training.learning_type == "distill":
         liked, where = "tokens that the teacher prefers", "reference_advantages"
-    return [
-        (numbers["non_finite"] == 1, (
-            "the gradient is not finite, so the update was skipped: check model.precision, and "
-            "whether the model in model.name gives finite numbers")),
-        (numbers["grad_norm"] == 0, (
-            "the gradient is 0: either there was nothing to learn, or the answers do not depend on "
-            "the weights being trained. Check model.lora_rank and model.lora_targets")),
-        (numbers["change_not_finite"] > 0,
-         "log-probabilities are not finite after the update: lower training.learning_rate"),
-        (config.model.precision == "bfloat16" and not config.model.lora_rank,
-         "weights in bfloat16 lose small updates: set model.precision to mixed"),
-        (numbers["moved"] <= 0.01 or (is_exact and is_small), (
-            "almost nothing has changed: check training.learning_rate, training.warmup_steps and "
-            "model.precision")),
-        (numbers["change_rewarded"] <= -0.02 or numbers["change_as_meant"] <= 0.3, (
-            f"{liked} became less likely: check the signs in {where} and policy_loss, or lower "
-            "training.learning_rate. Unless model.precision is float32, rounding may also be the "
-            "cause. If you have changed the advantage, this may be intended")),
-    ]
+    if numbers["non_finite"] == 1:
+        yield ("the gradient is not finite, so the update was skipped: check model.precision, and "
+               "whether the model in model.name gives finite numbers")
+    if numbers["grad_norm"] == 0:
+        yield ("the gradient is 0: either there was nothing to learn, or the answers do not depend "
+               "on the weights being trained. Check model.lora_rank and model.lora_targets")
+    if numbers["change_not_finite"] > 0:
+        yield "log-probabilities are not finite after the update: lower training.learning_rate"
+    if config.model.precision == "bfloat16" and not config.model.lora_rank:
+        yield "weights in bfloat16 lose small updates: set model.precision to mixed"
+    if numbers["moved"] <= 0.01 or (is_exact and is_small):
+        yield ("almost nothing has changed: check training.learning_rate, training.warmup_steps "
+               "and model.precision")
+    if numbers["change_rewarded"] <= -0.02 or numbers["change_as_meant"] <= 0.3:
+        yield (f"{liked} became less likely: check the signs in {where} and policy_loss, or lower "
+               "training.learning_rate. Unless model.precision is float32, rounding may also be "
+               "the cause. If you have changed the advantage, this may be intended")

@@ -40,8 +40,8 @@ LATEST_TIME = 2**31 - 1  # torchrun takes the earliest failure as the cause.
 # ---------------------------------------------------------------- from start to exit
 
 def launch(main: Callable[[list[str]], None], arguments: list[str] | None = None) -> NoReturn:
-    """Runs `main` and exits: with 0 once `main` is done, with 2 after a user's mistake, with 130
-    after Ctrl-C, and otherwise with 1."""
+    """Runs `main` and exits: with 0 once `main` is done, with 2 after a user's mistake, and
+    otherwise with 1."""
     # A token that the terminal's encoding lacks must not end a run.
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     faulthandler.enable(2)  # If C code ends the process, it says where.

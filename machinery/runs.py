@@ -204,11 +204,7 @@ class RunFolder:
             if RANK == 0:
                 self.write_code(self.code.texts)
             return copy.deepcopy(NEW)
-        with as_user_error(f"{self.checkpoint} does not match model.name="
-                           f"{self.config.model.name!r}, or cannot be read"):
-            files = open_tensors(self.checkpoint) if RANK == 0 else {}
-            for name, tensor in state_tensors(model, optimizer, self.state["step"]).items():
-                fill(tensor, files[name].get_tensor(name) if RANK == 0 else None)
+        self.restore_tensors(model, optimizer)
         restored = {name: self.state[name] for name in NEW}
         with errors_on_all_ranks(), self.writing():
             if RANK == 0:
@@ -218,11 +214,29 @@ class RunFolder:
                     if self.code_changed:
                         record = {"step": self.state["step"], "code_changed": self.code_changed}
                         self.append("metrics.jsonl", [record])
+                for rubbish in self.path.glob("deleted-*"):
+                    shutil.rmtree(rubbish, ignore_errors=True)
                 for name in MODELS:
                     self.restore_model(name)
                 if not (self.path / "best").exists():
                     restored["best"] = NEW["best"]  # The next evaluation makes a new one.
         return restored
+
+    def restore_tensors(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Fills the weights and the optimizer's state from the checkpoint. Collective."""
+        tensors = state_tensors(model, optimizer, self.state["step"])
+        files = {}
+        with errors_on_all_ranks(), as_user_error(
+                f"{self.checkpoint} does not match model.name={self.config.model.name!r}, or "
+                "cannot be read"):
+            if RANK == 0:
+                files = open_tensors(self.checkpoint)
+                for name, tensor in tensors.items():
+                    shape = files[name].get_slice(name).get_shape()
+                    if shape != list(tensor.shape):
+                        raise UserError(f"{self.checkpoint}: {name} has the shape {shape}")
+        for name, tensor in tensors.items():
+            fill(tensor, files[name].get_tensor(name) if RANK == 0 else None)
 
     def will_change(self) -> bool:
         """Whether this start trains or evaluates, and so continues the run with its own code."""
@@ -253,6 +267,7 @@ class RunFolder:
                 unfinished.write_text(text, encoding="utf-8")
                 sync_to_disk(unfinished)
                 unfinished.replace(path / "state.json")
+                sync_to_disk(path)
             else:
                 with appearing(path) as folder:
                     for number, part in enumerate(parts, start=1):
@@ -283,7 +298,7 @@ class RunFolder:
                     shutil.copytree(self.path / "last", folder, dirs_exist_ok=True)
 
     def restore_model(self, name: str) -> None:
-        """Brings back the model that the checkpoint knows, if there's a newer one instead."""
+        """Brings back the model that the checkpoint knows, if there's another one instead."""
         path = self.path / name
         step = self.state["models"][name]
         if step_of(path) != step:
@@ -442,40 +457,48 @@ def open_tensors(checkpoint: Path) -> dict[str, safe_open]:
 
 @contextmanager
 def appearing(path: Path) -> Iterator[Path]:
-    """Yields a folder to write into. It appears at `path` once it's complete and on the disk.
-
-    What was there is kept until the next checkpoint, because this one may need it. But if
-    something is kept already, what was there is newer than the checkpoint, and goes."""
+    """Yields a folder to write into. It appears at `path` once it's complete and on the disk."""
     unfinished = path.with_name("unfinished")
     delete(unfinished)
     unfinished.mkdir(parents=True)
     yield unfinished
-    for written in unfinished.rglob("*"):
-        if written.is_file():
-            sync_to_disk(written)
-    sync_to_disk(unfinished)
-    if before(path).exists():
-        delete(path)
-    elif path.exists():
-        path.rename(before(path))
+    for written in [*unfinished.rglob("*"), unfinished]:
+        sync_to_disk(written)
+    put_aside(path)
     unfinished.rename(path)
     sync_to_disk(path.parent)
 
 
-def before(path: Path) -> Path:
-    """Returns where the model is kept that was at `path` when the checkpoint was made."""
-    return path.with_name(f"{path.name}.before")
+# If `best.before` is there, `best` is newer than the newest checkpoint, and `best.before` is what
+# was there when the checkpoint was made. The same goes for `last`.
+
+def before(model: Path) -> Path:
+    return model.with_name(f"{model.name}.before")
+
+
+def put_aside(model: Path) -> None:
+    """Makes room for a new model. The one that the checkpoint knows is kept."""
+    if before(model).exists():
+        delete(model)
+    elif model.exists():
+        model.rename(before(model))
 
 
 def step_of(model: Path) -> int | None:
-    """Returns the step after which a model was saved, or None if there's no whole model."""
-    with suppress(OSError, ValueError):
-        return json.loads((model / "training.json").read_text(encoding="utf-8"))["step"]
-    return None
+    """Returns the step after which a model was saved, or None if there's no model."""
+    path = model / "training.json"
+    if not path.exists():
+        return None
+    return json.loads(path.read_text(encoding="utf-8"))["step"]
 
 
 def delete(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+    """Deletes a folder, which is gone or still whole if that's interrupted. `restore` deletes what
+    may be left of it under another name."""
+    if folder.exists():
+        rubbish = folder.with_name(f"deleted-{time.time_ns()}")
+        folder.rename(rubbish)
+        shutil.rmtree(rubbish, ignore_errors=True)
 
 
 def sync_to_disk(path: Path) -> None:

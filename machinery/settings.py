@@ -20,7 +20,8 @@ from machinery.ranks import DEVICE, LOCAL_WORLD_SIZE, NUM_GPUS, WORLD_SIZE, end_
 ROOT = Path(__file__).resolve().parent.parent  # the folder of main.py
 # No number may be larger, including a reward. Sums of squares stay within float32.
 MOST = 1e9
-VERSION = 5  # It changes when the same settings mean a different experiment.
+# It changes when the same settings mean a different experiment, or a run's folder looks different.
+VERSION = 5
 
 Natural = Annotated[StrictInt, Field(ge=0)]
 Count = Annotated[StrictInt, Field(ge=1)]

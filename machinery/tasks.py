@@ -78,7 +78,7 @@ def load_questions(
 
     rows = load_rows("data.dataset", task, config.data.max_rows, config)
     if config.data.validation is not None:
-        rows = [row for row in rows if not row.get("held_out")]  # A different file is asked.
+        rows = [row for row in rows if not row.get("held_out")]  # These come from elsewhere.
         for row in load_rows("data.validation", task, None, config):
             rows.append({**row, "held_out": True})
     most = config.data.max_prompt_tokens
