@@ -31,7 +31,7 @@ from tqdm.std import TRLock, tqdm
 from machinery.errors import describe, errors_of_phase, shortened, visible
 from machinery.metrics import look_at_first_step
 from machinery.ranks import DEVICE, RANK, WORLD_SIZE
-from machinery.runs import FILES, RunFolder
+from machinery.runs import FILES, TRAINER, RunFolder
 from machinery.settings import ROOT, Config, flatten
 from machinery.tasks import Task
 
@@ -126,7 +126,7 @@ class Logger:
                    "the two (with one seed each), run:"))
         print(shlex.join([sys.executable, str(ROOT / "examples/one_run.py"), str(self.path),
                           str(path)]))
-        if how_to_continue:
+        if how_to_continue and TRAINER not in names:  # With another version, it can't.
             accepted = f" run.code={self.folder.code_digest}" if names else ""
             print(f"{how_to_continue} run.name={path.name}{accepted}")
 

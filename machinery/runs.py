@@ -35,6 +35,7 @@ NEW = {"step": 0, "best": [-1.0, -1.0], "last_evaluation": None, "own_state": {}
 GROWING_FILES = ("metrics.jsonl", "samples.jsonl")
 FILES = ("config.yaml", MAIN, TASK, *GROWING_FILES, "curves.png", "summary.json")
 MODELS = ("best", "last")  # folders for `from_pretrained`
+TRAINER = "version of this trainer"
 STEP = r"step-\d{6,7}"  # a checkpoint's name
 KEPT_CHECKPOINTS = 2
 BYTES_OF_A_FILE = 2 * 10**9  # While saving, this much (or one tensor) is in RAM.
@@ -143,16 +144,19 @@ class RunFolder:
 
     def relatives(self) -> list[tuple[Path, int, list[str]]]:
         """Returns the other runs with the same settings, newest first: the folder, the step of its
-        checkpoint, and which files are different there."""
+        checkpoint, and what is different there."""
         found = []
+        now = experiment(self.config)
         for checkpoints in self.path.parent.glob("*/checkpoints"):
             # Its run may be saving right now, or this Python can't read its code.
             with suppress(OSError, ValueError, LookupError, SyntaxError):
                 [newest, *_] = newest_first(checkpoints)
                 state = json.loads((newest / "state.json").read_text(encoding="utf-8"))
-                is_same = state["experiment"] == experiment(self.config)
-                if is_same and checkpoints.parent != self.path:
+                then = {key: state["experiment"].get(key) for key in now}  # Older ones have more.
+                if then | {"version": VERSION} == now and checkpoints.parent != self.path:
                     names = changed_files(state["code"], self.code.texts)
+                    if then != now:
+                        names.append(TRAINER)
                     found.append((newest.stat().st_mtime, checkpoints.parent, state["step"], names))
         return [tuple(relative) for _, *relative in sorted(found, reverse=True)]
 

@@ -236,6 +236,10 @@ def test_a_checkpoint_of_an_older_version_is_refused(tmp_path, capsys):
 
     assert start(command) == 2
     assert "was made by an older version of this trainer" in say(capsys)
+    assert start([*command, "run.name=b"]) == 0
+    said = say(capsys)
+    assert "has the same settings and a different version of this trainer" in said
+    assert "To continue that run" not in said
 
 
 # ---------------------------------------------------------------- data
