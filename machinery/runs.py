@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self, TextIO
@@ -218,10 +218,9 @@ class RunFolder:
                     if self.code_changed:
                         record = {"step": self.state["step"], "code_changed": self.code_changed}
                         self.append("metrics.jsonl", [record])
-                for rubbish in self.path.glob("deleted-*"):
-                    shutil.rmtree(rubbish, ignore_errors=True)
                 for name in MODELS:
                     self.restore_model(name)
+                remove_rubbish(self.path, self.path / "checkpoints")
                 if not (self.path / "best").exists():
                     restored["best"] = NEW["best"]  # The next evaluation makes a new one.
         return restored
@@ -273,14 +272,15 @@ class RunFolder:
                 unfinished.replace(path / "state.json")
                 sync_to_disk(path)
             else:
-                with appearing(path) as folder:
+                with appearing(path, throw_away) as folder:
                     for number, part in enumerate(parts, start=1):
                         save_file(part, folder / f"tensors-{number}.safetensors")
                     (folder / "state.json").write_text(text, encoding="utf-8")
             for name in MODELS:  # Its models are the present ones.
-                delete(before(self.path / name))
+                throw_away(before(self.path / name))
             for old in newest_first(self.path / "checkpoints")[KEPT_CHECKPOINTS:]:
-                shutil.rmtree(old)
+                throw_away(old)
+            remove_rubbish(self.path, self.path / "checkpoints")
 
     # ------------------------------------------------------------ the best and the last model
 
@@ -293,23 +293,24 @@ class RunFolder:
         model = copy.copy(sampler)
         model.generation_config = generation_config  # The sampler's is empty.
         with self.writing():
-            with appearing(self.path / "last") as folder:
+            with appearing(self.path / "last", put_aside) as folder:
                 model.save_pretrained(folder, max_shard_size=BYTES_OF_A_FILE)
                 tokenizer.save_pretrained(folder)
                 (folder / "training.json").write_text(json.dumps(training, indent=1))
             if is_best:
-                with appearing(self.path / "best") as folder:
+                with appearing(self.path / "best", put_aside) as folder:
                     shutil.copytree(self.path / "last", folder, dirs_exist_ok=True)
+            remove_rubbish(self.path)
 
     def restore_model(self, name: str) -> None:
         """Brings back the model that the checkpoint knows, if there's another one instead."""
         path = self.path / name
         step = self.state["models"][name]
         if step_of(path) != step:
-            delete(path)
+            throw_away(path)
             if step is not None and step_of(before(path)) == step:
                 before(path).rename(path)
-        delete(before(path))
+        throw_away(before(path))
 
 
 # ---------------------------------------------------------------- what a checkpoint holds
@@ -460,15 +461,16 @@ def open_tensors(checkpoint: Path) -> dict[str, safe_open]:
 
 
 @contextmanager
-def appearing(path: Path) -> Iterator[Path]:
-    """Yields a folder to write into. It appears at `path` once it's complete and on the disk."""
+def appearing(path: Path, make_room: Callable[[Path], None]) -> Iterator[Path]:
+    """Yields a folder to write into. It appears at `path` once it's complete and on the disk, and
+    `make_room` has taken away what was there."""
     unfinished = path.with_name("unfinished")
-    delete(unfinished)
+    throw_away(unfinished)
     unfinished.mkdir(parents=True)
     yield unfinished
     for written in [*unfinished.rglob("*"), unfinished]:
         sync_to_disk(written)
-    put_aside(path)
+    make_room(path)
     unfinished.rename(path)
     sync_to_disk(path.parent)
 
@@ -481,9 +483,9 @@ def before(model: Path) -> Path:
 
 
 def put_aside(model: Path) -> None:
-    """Makes room for a new model. The one that the checkpoint knows is kept."""
+    """Makes room for a new model, and keeps the one that the checkpoint knows."""
     if before(model).exists():
-        delete(model)
+        throw_away(model)
     elif model.exists():
         model.rename(before(model))
 
@@ -496,13 +498,16 @@ def step_of(model: Path) -> int | None:
     return json.loads(path.read_text(encoding="utf-8"))["step"]
 
 
-def delete(folder: Path) -> None:
-    """Deletes a folder, which is gone or still whole if that's interrupted. `restore` deletes what
-    may be left of it under another name."""
+def throw_away(folder: Path) -> None:
+    """Frees the folder's name at once, so what has a name that we know is always whole."""
     if folder.exists():
-        rubbish = folder.with_name(f"deleted-{time.time_ns()}")
-        folder.rename(rubbish)
-        shutil.rmtree(rubbish, ignore_errors=True)
+        folder.rename(folder.with_name(f"deleted-{time.time_ns()}"))
+
+
+def remove_rubbish(*folders: Path) -> None:
+    for folder in folders:
+        for rubbish in folder.glob("deleted-[0-9]*"):
+            shutil.rmtree(rubbish, ignore_errors=True)
 
 
 def sync_to_disk(path: Path) -> None:

@@ -81,15 +81,17 @@ def run_and_be_struck(strike: dict, folder: str, arguments: list[str]):
             when=lambda path: path.name == "state.json")
     passing(runs, "sync_to_disk", before="saving: renamed", after="saving: synced",
             when=lambda path: path.name == "checkpoints")
-    passing(shutil, "rmtree", before="saving: removal", after="saving: removed",
-            when=lambda folder, *_: folder.name.startswith("step-") and folder.exists())
+    passing(runs, "throw_away", before="saving: removal",
+            when=lambda folder: folder.name.startswith("step-") and folder.exists())
+    passing(shutil, "rmtree", before="saving: thrown away", after="saving: removed",
+            when=lambda folder, *_: folder.parent.name == "checkpoints" and folder.exists())
     passing(runs, "sync_to_disk", after="model: written",
             when=lambda path: path.name == "unfinished" and path.parent.name != "checkpoints")
     passing(Path, "rename", before="model: leaves", after="model: left",
             when=lambda path, there: there.name.endswith(".before"))
     passing(Path, "rename", after="model: there",
             when=lambda path, there: there.name in runs.MODELS)
-    passing(runs, "delete", before="model: goes", after="model: gone",
+    passing(runs, "throw_away", before="model: goes", after="model: gone",
             when=lambda path: path.name.endswith(".before") and path.exists())
     # As main.py has it. A shell lets its background jobs, and so the tests there, ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -56,7 +56,7 @@ def test_a_killed_run_equals_the_uninterrupted_one(whole, tmp_path):
 NEW_MODELS = ["model: written", "model: there"]
 CHANGING_HANDS = ["model: leaves", "model: left", "model: goes", "model: gone"]
 SAVING = ["saving: tensors", "saving: written", "saving: renamed", "saving: synced",
-          "saving: removal", "saving: removed"]
+          "saving: removal", "saving: thrown away", "saving: removed"]
 ON_ANY_RANK = ["sampling", "learning", "updated", "evaluating"]
 POINTS = [*SAVING, *CHANGING_HANDS, *ON_ANY_RANK, *ON_ANY_RANK, "sampling", "sampling", "logging",
           "evaluated"]
