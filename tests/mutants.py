@@ -392,8 +392,6 @@ MUTANTS = [
            'if "<answer>" not in text:', COUNTDOWN),
     Mutant("words behind the answer in the right format", "countdown.py",
            'rest.endswith("</answer>")', '"</answer>" in rest', COUNTDOWN),
-    Mutant("digits of other alphabets", "countdown.py",
-           "*([0-9]+|", "*(\\d+|", COUNTDOWN),
     Mutant("more rows than data.max_rows", "countdown.py",
            "    return rows[:max_rows]\n\n\ndef _local", "    return rows\n\n\ndef _local",
            COUNTDOWN),
