@@ -176,30 +176,32 @@ def change_metrics(
     mean reward, or with `distill`, of tokens that the teacher likes better or less. It doesn't look
     at advantages, because the code that computed them may be what's wrong. Collective."""
     directions = reward_directions(groups)
-    changes = []
-    directions_of_tokens = [torch.zeros(0)]
+    raised = []   # how much each token changed that should become more likely
+    lowered = []  # and each one that should become less likely
     for batch, log_probs, _ in measure_in_batches(policy, learned, training):
-        changes.append(log_probs - torch.cat([answer.old_log_probs for answer in batch]))
-        for answer in batch:
-            direction_of_answer = torch.full((answer.num_tokens,), directions.get(id(answer), 0.0))
+        lengths = [answer.num_tokens for answer in batch]
+        for answer, log_probs_now in zip(batch, log_probs.split(lengths), strict=True):
+            change = log_probs_now - answer.old_log_probs
+            direction = torch.full_like(change, directions.get(id(answer), 0.0))
             if training.learning_type == "distill":
-                direction_of_answer = answer.reference_log_probs - answer.old_log_probs
-            directions_of_tokens.append(direction_of_answer.cpu())
-    direction = torch.cat(directions_of_tokens).double()  # (tokens,)
-    # If all rewards of a group are equal, it may still learn from a KL penalty.
-    change = torch.cat(changes).cpu()[direction != 0]
-    direction = direction[direction != 0]
-    is_as_meant = change * direction > 0
+                direction = answer.reference_log_probs - answer.old_log_probs
+            raised.append(change[direction > 0])
+            lowered.append(change[direction < 0])
+    raised = torch.cat(raised)
+    lowered = torch.cat(lowered)
+    # If all rewards of a group are equal, its direction is 0, and it's left out. It may still learn
+    # from a KL penalty.
+    changes = torch.cat([raised, lowered])
     sums = sum_over_ranks({
-        "tokens": len(change),
-        "not_finite": float((~change.isfinite()).sum()),
-        "moved": float((change.abs() > MOVED).sum()),
-        "change": float(change.abs().sum()),
-        "change_as_meant": float(change[is_as_meant].abs().sum()),
-        "rewarded": float((direction > 0).sum()),
-        "change_rewarded": float(change[direction > 0].sum()),
-        "punished": float((direction < 0).sum()),
-        "change_punished": float(change[direction < 0].sum()),
+        "tokens": len(changes),
+        "not_finite": float((~changes.isfinite()).sum()),
+        "moved": float((changes.abs() > MOVED).sum()),
+        "change": float(changes.abs().sum()),
+        "change_as_meant": float(raised.relu().sum() + (-lowered).relu().sum()),
+        "rewarded": len(raised),
+        "change_rewarded": float(raised.sum()),
+        "punished": len(lowered),
+        "change_punished": float(lowered.sum()),
     })
     return {
         "change_not_finite": share(sums["not_finite"], sums["tokens"]),

@@ -2,7 +2,8 @@
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from machinery.errors import UserError, as_user_error
-from machinery.passes import HALF_PRECISION, MadeUpAnswer, body_of, output_logits
+from machinery.passes import HALF_PRECISION, MadeUpAnswer, autocast, body_of, output_logits
 from machinery.ranks import DEVICE, RANK
 from machinery.settings import Config, ModelSettings, beside_main
 from machinery.sharding import unsharded
@@ -133,22 +134,30 @@ def find_unreached(model: Any, config: Config) -> list[str]:
         parameter.grad = None  # All gradients together would take a lot of memory.
 
     hooks = [value.register_post_accumulate_grad_hook(note) for value in learning.values()]
-    is_on_device = model.device == DEVICE  # A model that will be sharded is still in RAM.
-    attention = model.config._attn_implementation
-    if not is_on_device:
-        model.set_attn_implementation("eager")  # Others may need the GPU.
-    model.train()  # In this mode Gemma 3n uses its layer `correction_coefs` differently.
-    # Some kinds of attention want half precision.
-    use_half = config.model.precision == "mixed" and is_on_device
-    with torch.autocast(model.device.type, HALF_PRECISION, enabled=use_half):
+    with as_in_training(model, config):
         ids = torch.arange(16, device=model.device)[None]
         states = body_of(model)(input_ids=ids, use_cache=False).last_hidden_state[0]
         output_logits(model, states).sum().backward()
-    if not is_on_device:
-        model.set_attn_implementation(attention)
     for hook in hooks:
         hook.remove()
     return [name for name, parameter in learning.items() if parameter not in reached]
+
+
+@contextmanager
+def as_in_training(model: Any, config: Config) -> Iterator[None]:
+    """Within it, the model computes as it will in training, if it's on this rank's device. One that
+    will be sharded is still in RAM, where attention kernels may not work."""
+    model.train()  # In this mode Gemma 3n uses its layer `correction_coefs` differently.
+    if model.device == DEVICE:
+        with autocast(config):
+            yield
+        return
+    attention = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(attention)
 
 
 def freeze(model: Any, names: list[str]) -> None:
