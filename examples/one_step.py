@@ -53,8 +53,9 @@ SHOWN_ANSWERS = 4  # in a column of the page
 def prepare(config: Config) -> Run:
     """Returns a run without a folder or a log, at the full learning rate."""
     if config.training.learning_type == "distill":
-        raise UserError("training.learning_type=distill: this page shows what rewards do. Set it "
-                        "to grpo or sil")
+        raise UserError("training.learning_type=distill: this page shows what rewards do. Add "
+                        "training.learning_type=grpo training.teacher=null "
+                        "'training.k_best_of_n=[8,8]'")
     training = config.training.model_copy(update={"warmup_steps": 0, "decay_steps": None})
     config = config.model_copy(update={"training": training})
     # The learning rate of step 0 is 0.

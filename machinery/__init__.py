@@ -10,6 +10,9 @@ from pathlib import Path
 
 from dotenv import load_dotenv
 
+if sys.platform == "win32":
+    sys.exit("error: Windows lacks what this uses to share work and to lock files. Run it in WSL")
+
 IS_FIRST_RANK = os.environ.get("RANK", "0") == "0"
 IS_A_COMMAND = Path(sys.argv[0]).name in ("main.py", "ask.py", "one_step.py")
 

@@ -1,5 +1,5 @@
 """The code of a run: main.py and the task's file. It belongs to the experiment, just as the
-settings do. The files of machinery/, and whatever a task imports, don't count."""
+settings do. Whatever they import doesn't, but a run says so if machinery/ or logger.py changes."""
 
 import ast
 import hashlib
@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from machinery.settings import Config
-from machinery.tasks import task_file
+from machinery.settings import ROOT, Config
+from machinery.tasks import task_file, task_text
 
 MAIN, TASK = "main.py", "task.py"  # The task's file has this name, whatever it's called elsewhere.
 
@@ -18,14 +18,18 @@ MAIN, TASK = "main.py", "task.py"  # The task's file has this name, whatever it'
 class Code:
     texts: dict[str, str]   # by MAIN and TASK
     paths: dict[str, Path]  # where they come from
+    trainer: str            # a digest of machinery/ and logger.py
 
 
 def code_of(main: Callable, config: Config) -> Code:
     """Returns the code of this process. `main` is any function of main.py."""
     lines, _ = inspect.findsource(main)  # the lines that run, even if the file has changed since
     task = task_file(config.task.name)
-    texts = {MAIN: "".join(lines), TASK: task.read_text(encoding="utf-8-sig")}
-    return Code(texts, {MAIN: Path(inspect.getfile(main)), TASK: task})
+    texts = {MAIN: "".join(lines), TASK: task_text(task)}
+    trainer = hashlib.sha256()
+    for path in (ROOT / "logger.py", *sorted(ROOT.glob("machinery/[!.]*.py"))):
+        trainer.update(path.read_bytes())
+    return Code(texts, {MAIN: Path(inspect.getfile(main)), TASK: task}, trainer.hexdigest()[:8])
 
 
 # ---------------------------------------------------------------- what code means

@@ -5,6 +5,7 @@ import difflib
 import hashlib
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
@@ -12,7 +13,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import pydantic
 import torch
 import yaml
-from pydantic import BaseModel, Field, StrictBool, StrictInt, StrictStr
+from pydantic import BaseModel, BeforeValidator, Field, StrictBool, StrictInt, StrictStr
 
 from machinery.errors import UserError, as_user_error, shortened
 from machinery.ranks import DEVICE, LOCAL_WORLD_SIZE, NUM_GPUS, WORLD_SIZE, end_process, tell
@@ -23,10 +24,18 @@ MOST = 1e9
 # It changes when the same settings mean a different experiment, or a run's folder looks different.
 VERSION = 5
 
+
+def refuse_boolean(value: object) -> object:
+    if isinstance(value, bool):  # Pydantic takes `yes` for 1.0.
+        raise ValueError("it must be a number")  # noqa: TRY004, because pydantic wants it
+    return value
+
+
 Natural = Annotated[StrictInt, Field(ge=0)]
 Count = Annotated[StrictInt, Field(ge=1)]
 # A number may be written as 1e-4, which YAML reads as a string because it has no dot.
-Number = Annotated[float, Field(allow_inf_nan=False, ge=-MOST, le=MOST)]
+Number = Annotated[float, BeforeValidator(refuse_boolean),
+                   Field(allow_inf_nan=False, ge=-MOST, le=MOST)]
 Positive = Annotated[Number, Field(gt=0)]
 Decay = Annotated[Number, Field(ge=0, lt=1)]
 Text = Annotated[StrictStr, Field(min_length=1)]
@@ -233,6 +242,8 @@ def check_values(values: dict[str, Any], own_keys: Sequence[str] = ()) -> Config
         if key not in known:
             [nearest] = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
             raise UserError(f"{key}={value!r}: there is no such key. Did you mean {nearest}?")
+        if key.startswith(OWN) and re.fullmatch(r"[-+]?[\d.]+e[-+]?\d+", str(value)):
+            value = float(value)
         section, name = key.split(".")
         sections.setdefault(section, {})[name] = value
     try:
@@ -285,6 +296,9 @@ def describe_mistake(mistake: dict[str, Any]) -> str:
     """Returns what pydantic has found, in one line that names the key and its value."""
     key = ".".join(str(name) for name in mistake["loc"])
     value = shortened(repr(mistake["input"]), 80)
+    if key == "model.device":
+        return (f"{key}={value}: set it to cuda or null. To train on the CPU of a machine with "
+                "GPUs, set it to null, and put CUDA_VISIBLE_DEVICES= before the command")
     return f"{key}={value}: {mistake['msg']}"
 
 

@@ -54,6 +54,13 @@ def task_file(name: str) -> Path:
     return path
 
 
+def task_text(path: Path) -> str:
+    with as_user_error(f"task.name={str(path)!r} cannot be read as Python in UTF-8"):
+        text = path.read_text(encoding="utf-8-sig")
+        compile(text, path, "exec")
+    return text
+
+
 def import_task(name: str) -> ModuleType:
     """Runs a task's file. An error in it shows its own traceback."""
     path = task_file(name)
@@ -62,7 +69,8 @@ def import_task(name: str) -> ModuleType:
     # Dataclasses and pickle look there for a module's classes. A math.py doesn't replace Python's.
     sys.modules.setdefault(path.stem, module)
     sys.path.append(str(path.parent))  # A task may import the files next to it.
-    spec.loader.exec_module(module)
+    # Not by `exec_module`, which may run an older version from a cache.
+    exec(compile(task_text(path), module.__file__, "exec"), vars(module))  # noqa: S102
     return module
 
 
@@ -182,7 +190,16 @@ def check_prompt_tokens(
     rows: list[dict], task: Task, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
     config: Config,
 ) -> None:
-    """Refuses prompts without tokens, or with tokens that the model doesn't know."""
+    """Refuses prompts without tokens, with tokens that the model doesn't know, or with a stop token
+    that a tokenizer adds."""
+    text = rows[0]["prompt"]
+    ids = tokenizer(text)["input_ids"]
+    is_added = ids[1:] and ids[-1:] != tokenizer(text, add_special_tokens=False)["input_ids"][-1:]
+    if config.data.prompt_style == "base" and is_added and ids[-1] == tokenizer.eos_token_id:
+        raise UserError(f"model.name={config.model.name!r}: its tokenizer adds the stop token "
+                        f"{tokenizer.eos_token} to each prompt, so the text has ended before the "
+                        "answer begins: set add_eos_token to false in its tokenizer_config.json, "
+                        "or take the token out of post_processor in its tokenizer.json")
     # Some tokenizers have more tokens than their model, but use them only for images.
     num_known = model.config.get_text_config().vocab_size
     has_more = max(tokenizer.get_vocab().values()) >= num_known
