@@ -36,6 +36,7 @@ GROWING_FILES = ("metrics.jsonl", "samples.jsonl")
 FILES = ("config.yaml", MAIN, TASK, *GROWING_FILES, "curves.png", "summary.json")
 MODELS = ("best", "last")  # folders for `from_pretrained`
 TRAINER = "version of this trainer"
+RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # torchrun and Slurm count them.
 STEP = r"step-\d{6,7}"  # a checkpoint's name
 KEPT_CHECKPOINTS = 2
 BYTES_OF_A_FILE = 2 * 10**9  # While saving, this much (or one tensor) is in RAM.
@@ -60,19 +61,23 @@ class RunFolder:
 
     def __enter__(self) -> Self:
         """Claims the folder, and finds the newest checkpoint in it. Collective."""
-        refuse_different_ranks(self.code_digest, self.config)
+        refuse_different_ranks(self.code_digest + self.code.trainer, self.config)
         steps = gather(newest_step(self.path))
         with errors_on_all_ranks():
             if RANK == 0:
                 self.refuse_newer_elsewhere(steps)
+                if self.config.run.name is None and not self.path.exists():
+                    self.refuse_to_start_over()
                 self.lock = self.take_lock()
+                refuse_links(self.path)
                 self.checkpoint = newest_checkpoint(self.path)
                 if self.checkpoint is not None:
                     self.state = read_state(self.checkpoint)
-                    refuse_older_version(self.checkpoint, self.state)
-                    refuse_differences(self.path, self.state["experiment"],
+                    refuse_differences(self.path, self.state.get("experiment", {}),
                                        experiment(self.config))
                     self.refuse_other_code()
+                    if self.state.get("trainer") != self.code.trainer:
+                        self.code_changed.append("trainer (machinery/ or logger.py)")
         self.checkpoint, self.state = gather((self.checkpoint, self.state))[0]
         self.started -= self.state.get("seconds", 0)
         return self
@@ -93,10 +98,24 @@ class RunFolder:
                 f"share, or copy {self.path} to rank 0's machine. If the newer checkpoint is "
                 "damaged, delete it from the machine that has it")
 
+    def refuse_to_start_over(self) -> None:
+        """Refuses an automatic restart that would begin a new run, because somebody has edited the
+        code in the meantime. The run that was interrupted would stay where it is."""
+        if {os.environ.get(name, "0") for name in RESTARTS} == {"0"}:
+            return
+        for path, step, names in self.relatives():
+            if names and step < self.config.training.max_steps:
+                raise UserError(
+                    f"this is an automatic restart, but it would begin a new run: {path}, at step "
+                    f"{step}, has the same settings and a different {' and '.join(names)}. To "
+                    "resume that run, undo the edit. To begin a new one, start it by hand")
+
     def take_lock(self) -> TextIO:
         """Returns a file. The folder belongs to this process as long as the file is open."""
         with as_user_error(f"run.dir={self.config.run.dir!r} cannot be written to", (OSError,)):
             self.path.mkdir(parents=True, exist_ok=True)
+            if (self.path / ".lock").is_symlink():
+                raise UserError(f"{self.path / '.lock'} is a link: delete it")
             lock = open(self.path / ".lock", "a", encoding="utf-8")  # noqa: SIM115
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -123,8 +142,8 @@ class RunFolder:
             f"another name. To continue with this code anyway, add run.code={self.code_digest}")
 
     def write_code(self, texts: dict[str, str]) -> None:
-        for name, text in texts.items():
-            self.write(name, text)
+        for name in (MAIN, TASK):
+            self.write(name, texts[name])
 
     def check_data(
         self, training: list[dict], validation: list[dict],
@@ -133,6 +152,10 @@ class RunFolder:
         """Refuses questions, a teacher or frozen weights that differ from those on other ranks, or
         from those that the run began with. Collective."""
         self.data = describe_data(training, validation)
+        weights = self.state.get("data", {}).get("weights of model.name")
+        if self.state.get("step", 0) == 0:  # Later, the checkpoint has the weights that learn.
+            weights = checksum(model.parameters())
+        self.data["weights of model.name"] = weights
         self.data["frozen weights of model.name"] = checksum(fixed_weights(model, self.config))
         if teacher is not None:
             self.data["weights of training.teacher"] = checksum(teacher.parameters())
@@ -149,7 +172,7 @@ class RunFolder:
         now = experiment(self.config)
         for checkpoints in self.path.parent.glob("*/checkpoints"):
             # Its run may be saving right now, or this Python can't read its code.
-            with suppress(OSError, ValueError, LookupError, SyntaxError):
+            with suppress(OSError, ValueError, LookupError, SyntaxError, TypeError, AttributeError):
                 [newest, *_] = newest_first(checkpoints)
                 state = json.loads((newest / "state.json").read_text(encoding="utf-8"))
                 then = {key: state["experiment"].get(key) for key in now}  # Older ones have more.
@@ -234,10 +257,12 @@ class RunFolder:
                 "cannot be read"):
             if RANK == 0:
                 files = open_tensors(self.checkpoint)
+                if files.keys() != tensors.keys():
+                    raise ValueError("it has the state of other weights")
                 for name, tensor in tensors.items():
                     shape = files[name].get_slice(name).get_shape()
                     if shape != list(tensor.shape):
-                        raise UserError(f"{self.checkpoint}: {name} has the shape {shape}")
+                        raise ValueError(f"{name} has the shape {shape}")
         for name, tensor in tensors.items():
             fill(tensor, files[name].get_tensor(name) if RANK == 0 else None)
 
@@ -259,6 +284,7 @@ class RunFolder:
                 "models": {name: step_of(self.path / name) for name in MODELS},
                 "experiment": experiment(self.config),
                 "code": self.code.texts,
+                "trainer": self.code.trainer,
                 "data": self.data,
                 "seconds": self.seconds(),
                 "bytes": self.sync_growing_files(),
@@ -401,24 +427,29 @@ def refuse_different_ranks(code_digest: str, config: Config) -> None:
                           "main.py")
 
 
-def refuse_older_version(checkpoint: Path, state: dict[str, Any]) -> None:
-    if state.get("experiment", {}).get("version") != VERSION:
-        raise UserError(f"{checkpoint} was made by an older version of this trainer and cannot be "
-                        "resumed: set run.name to another name to start over")
-
-
 def refuse_differences(folder: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuses settings, questions or weights with which this run wasn't made."""
+    """Refuses settings, questions, weights or a version with which this run wasn't made."""
     changes = []
     for key in sorted(then.keys() | now.keys()):
         if then.get(key) != now.get(key):
-            changes.append(f"{key}: {then.get(key)} -> {now.get(key)}")
+            name = TRAINER if key == "version" else key
+            changes.append(f"{name}: {then.get(key)} -> {now.get(key)}")
     if changes:
         raise SharedError(f"{folder} belongs to a different experiment ({'; '.join(changes)}): "
                           "set run.name to another name to start over")
 
 
 # ---------------------------------------------------------------- folders on a disk
+
+def refuse_links(folder: Path) -> None:
+    """Refuses a folder in which we would write elsewhere: somebody else may have made it."""
+    ours = {*FILES, *MODELS, "checkpoints", "unfinished", ".mlflow"}
+    for path in folder.rglob("*"):
+        top, *_ = path.relative_to(folder).parts
+        if path.is_symlink() and top.removesuffix(".before") in ours:
+            raise UserError(f"{path} is a link, but a run's folder has to hold its own files: put "
+                            "what it points to in its place, or set run.dir to where it should be")
+
 
 def newest_first(checkpoints: Path) -> list[Path]:
     """Returns the checkpoints in a folder. A user's own folders, like step-mine, aren't among them.
