@@ -29,7 +29,7 @@ from torch import nn
 from tqdm.std import TRLock, tqdm
 
 from machinery.errors import describe, errors_of_phase, shortened, visible
-from machinery.metrics import look_at_first_step
+from machinery.metrics import is_large_gap, look_at_first_step
 from machinery.ranks import DEVICE, RANK, WORLD_SIZE
 from machinery.runs import FILES, TRAINER, RunFolder
 from machinery.settings import ROOT, Config, flatten
@@ -134,7 +134,8 @@ class Logger:
         """Names a run of different code whose step 1 had the same gradient. An edit may then have
         no effect, like a term of the loss that has no gradient."""
         for path, _, names in self.folder.relatives():
-            with suppress(OSError, ValueError):  # That run may be writing right now.
+            # That run may be writing right now.
+            with suppress(OSError, ValueError, LookupError, TypeError):
                 lines = (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
                 firsts = [entry for entry in map(json.loads, lines) if entry["step"] == 1]
                 others = [entry["grad_norm"] for entry in firsts if entry.get("grad_norm")]
@@ -201,8 +202,23 @@ class Logger:
             self._tell_of_same_gradient(metrics["grad_norm"])
             for line in look_at_first_step({**before, **metrics}, self.config):
                 print(wrap(line, "  "))
+        elif self._is_first_large_gap():
+            print(wrap(
+                f"! from here on, sampler_gap is large ({metrics['sampler_gap']:.1g}). The answers "
+                "were not sampled from the policy being trained: check refresh_sampler, and "
+                "whether they come from an earlier step. If you have changed that, it may be "
+                "intended", "  "))
         if time.monotonic() - self.last_drawing > SECONDS_BETWEEN_DRAWINGS:
             self._draw_curves()
+
+    def _is_first_large_gap(self) -> bool:
+        """Adapters, or copies of the weights, may differ from the policy only after some updates.
+        """
+        large = []
+        for entry in self.history:
+            if is_large_gap(entry.get("sampler_gap") or 0.0, self.config):
+                large.append(entry)
+        return large == self.history[-1:]
 
     def evaluation(self, step: int, metrics: dict[str, float], groups: list[list]) -> None:
         """Only rank 0 calls this, because it has the answers of all ranks."""

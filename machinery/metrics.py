@@ -76,6 +76,8 @@ def update_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
     means = {}
     for name in made[0]:
         means[name] = fmean(update[name] for update in made)
+    if "kl" in means:  # Its estimate is right only for the policy that sampled the answers.
+        means["kl"] = made[0]["kl"]
     means["updated"] = sum(update["updated"] for update in updates)
     means["non_finite"] = updates[-1]["non_finite"]
     return means
@@ -380,12 +382,16 @@ def measured(numbers: dict[str, float], config: Config) -> list[str]:
 
 # Each sign names the keys to look at.
 
+def is_large_gap(sampler_gap: float, config: Config) -> bool:
+    return sampler_gap >= LARGE_GAP[config.model.precision]
+
+
 def signs_of_answers(numbers: dict[str, float], config: Config) -> Iterator[str]:
     if numbers["truncated"] >= 0.9:
         yield ("too many answers are truncated: raise training.max_new_gen_tokens. It may also be "
                "that the model does not know its stop token: for a chat model, set "
                "data.prompt_style to chat")
-    if numbers["sampler_gap"] >= LARGE_GAP[config.model.precision]:
+    if is_large_gap(numbers["sampler_gap"], config):
         yield ("the answers were not sampled from the policy being trained: check model.precision "
                "and model.attention, and whether log_probs_of_tokens divides the logits by "
                "sampling.temperature")
@@ -405,7 +411,8 @@ def signs_of_answers(numbers: dict[str, float], config: Config) -> Iterator[str]
     if numbers["groups_all_solved"] >= MOST_GROUPS:
         yield ("nearly every question was solved by all of its answers. If this continues, the "
                "questions are too easy: use harder ones (data.dataset)")
-    if numbers["groups_without_signal"] >= MOST_GROUPS and not is_bad_luck:
+    is_compared = config.training.learning_type == "grpo"
+    if is_compared and numbers["groups_without_signal"] >= MOST_GROUPS and not is_bad_luck:
         yield ("in nearly all groups, the answers have equal rewards, which teach grpo nothing, "
                "whatever the learning rate. If this continues, check task.reward_weights, "
                "training.k_best_of_n and data.dataset")
@@ -431,6 +438,9 @@ def signs_of_update(numbers: dict[str, float], config: Config) -> Iterator[str]:
     if numbers["non_finite"] == 1:
         yield ("the gradient is not finite, so the update was skipped: check model.precision, and "
                "whether the model in model.name gives finite numbers")
+    if numbers["learned"] == 0 and numbers["groups_without_signal"] < 1:
+        yield ("rewards differ, but no answer was learned from: check compute_advantages and "
+               "is_learned_from. With sil, an answer needs a reward above 0")
     if numbers["grad_norm"] == 0:
         yield ("the gradient is 0: either there was nothing to learn, or the answers do not depend "
                "on the weights being trained. Check model.lora_rank and model.lora_targets")
