@@ -25,7 +25,7 @@ import kept
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from scipy.stats import ttest_ind
+from scipy.stats import t, ttest_ind
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -408,6 +408,48 @@ def table_of_methods(known: dict) -> str:
     return table(["what earns a reward", *METHODS], [both, alone])
 
 
+def table_of_losses(known: dict) -> str:
+    """Returns how much less than Dr. GRPO each method solves, with and without a reward for the
+    format, and the difference of these two losses with the wider of its two intervals."""
+    rows = []
+    for run in (STANDARD_DEVIATION, SIL, MEAN, PUBLISHED):
+        runs = [DEFAULT, run, ANSWER_PAYS, f"{ANSWER_PAYS}, {run}"]
+        records = [records_of(each, known) for each in runs]
+        ends = [[end_of(record, SOLVED) for record in each] for each in records]
+        means = [statistics.fmean(values) for values in ends]
+        losses = [means[0] - means[1], means[2] - means[3]]
+        # Welch's interval, for four means instead of two
+        parts = [statistics.variance(values) / len(values) for values in ends]
+        freedom = sum(parts)**2 / sum(part**2 / (len(values) - 1)
+                                      for part, values in zip(parts, ends, strict=True))
+        seeds = t.ppf(0.975, freedom) * math.sqrt(sum(parts))
+        shares = [mean_shares(each, SOLVED) for each in records]
+        differences = []
+        for question in shares[0]:
+            of_run = [share[question] for share in shares]
+            differences.append(of_run[0] - of_run[1] - of_run[2] + of_run[3])
+        questions = NORMAL * statistics.stdev(differences) / math.sqrt(len(differences))
+        rows.append([run, f"{losses[0]:+.3f}", f"{losses[1]:+.3f}",
+                     f"{losses[0] - losses[1]:+.3f} ± {max(seeds, questions):.3f}"])
+    return table(["method", "with a reward for the format", "without", "difference"], rows)
+
+
+def noise_of_evaluation(known: dict) -> str:
+    """Returns the deviation between the default's seeds, and what sampling alone would cause."""
+    records = records_of(DEFAULT, known)
+    between = statistics.stdev(end_of(record, SOLVED) for record in records)
+    variances = []
+    for record in records:
+        shares = shares_of(record)
+        # That of a mean of n answers, estimated from these n.
+        of_questions = [share * (1 - share) / (record["answers"] - 1) for share in shares]
+        variances.append(sum(of_questions) / len(shares)**2)
+    alone = math.sqrt(statistics.fmean(variances))
+    return (f"The default's nine seeds have a standard deviation of {between:.4f}. Sampling four "
+            f"answers to each of {len(shares)} questions causes {alone:.4f}, even if all nine "
+            "models are equally good.")
+
+
 # What a verdict means if the claim is that a change ends higher.
 HIGHER = {"holds": "higher", "the opposite": "lower"}
 
@@ -488,7 +530,8 @@ def table_of_runs(known: dict) -> str:
 # {page: what it has of the results}
 TABLES = {
     "README.md": [table_of_methods],
-    "docs/experiments.md": [table_of_claims, guesses_about_claims, table_of_teachers],
+    "docs/experiments.md": [noise_of_evaluation, table_of_claims, guesses_about_claims,
+                            table_of_losses, table_of_teachers],
     "docs/changing.md": [table_of_changes, guesses_about_changes],
 }
 
