@@ -360,7 +360,7 @@ MUTANTS = [
            "{name: total / WORLD_SIZE for name, total in totals.items()}", "dict(means)",
            FIRST_STEP),
     Mutant("a change that is meant only where it is rewarded", "machinery/metrics.py",
-           "change * direction > 0", "change > 0", FIRST_STEP),
+           "(-lowered).relu().sum()", "lowered.relu().sum()", FIRST_STEP),
     Mutant("a report that takes the advantage's word for it", "machinery/metrics.py",
            "directions[id(answer)] = answer.reward - mean_reward",
            "directions[id(answer)] = float(answer.advantage)",

@@ -3,10 +3,13 @@ is reported from it."""
 
 import json
 import linecache
+import os
+import py_compile
 import shutil
 import subprocess
 import sys
 from copy import copy
+from dataclasses import replace
 from datetime import date
 from decimal import Decimal
 
@@ -17,7 +20,7 @@ from processes import ROOT, ranks
 
 import main
 from machinery import keep_source, tasks
-from machinery.code import MAIN, TASK, Code, code_of, digest_of, meaning
+from machinery.code import MAIN, TASK, code_of, digest_of, meaning
 from machinery.errors import UserError
 from machinery.runs import step_of
 from machinery.tasks import split
@@ -31,7 +34,8 @@ def edited(addition: str, name: str = MAIN):
     """In place of `code_of`, as if the file said this too."""
     def code_of_edited(function, config):
         code = code_of(function, config)
-        return Code({**code.texts, name: code.texts[name] + addition}, code.paths)
+        texts = {**code.texts, name: code.texts[name] + addition}
+        return replace(code, texts=texts)
     return code_of_edited
 
 
@@ -109,6 +113,11 @@ def test_the_same_command_with_edited_code_is_a_new_run_that_names_the_old_one(
     assert "this run has finished" in say(capsys)
 
     monkeypatch.setattr(main, "code_of", edited(EDIT))
+    for variable in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
+        monkeypatch.setenv(variable, "1")
+        assert start([*command, "training.max_steps=2"]) == 2
+        assert f"automatic restart, but it would begin a new run: {old}, at step 1" in say(capsys)
+        monkeypatch.setenv(variable, "0")
     assert start(command) == 0
 
     said = say(capsys)
@@ -189,6 +198,45 @@ def test_a_named_run_that_other_code_has_made_continues_only_with_the_code_that_
     assert summary["first"]["step"] == 0 and summary["last"]["step"] == 3
 
 
+def test_a_run_says_that_the_machinery_has_changed_and_goes_on(tmp_path, capsys, monkeypatch):
+    command = [*TINY, f"run.dir={tmp_path}"]
+    assert start([*command, ONE_STEP]) == 0
+    other = replace(code_of(main.main, make_config()), trainer="c0000000")
+    monkeypatch.setattr(main, "code_of", lambda function, config: other)
+    assert start([*command, ONE_STEP]) == 0  # It has finished, so nothing runs with this code.
+
+    for max_steps, is_said in ((2, True), (3, False)):
+        capsys.readouterr()
+        assert start([*command, f"training.max_steps={max_steps}"]) == 0
+        assert ("it runs a different trainer (machinery/ or logger.py)" in say(capsys)) == is_said
+
+    records = read_jsonl(tmp_path / "a" / "metrics.jsonl")
+    assert [record["step"] for record in records if "code_changed" in record] == [1]
+
+
+def test_a_task_that_runs_is_the_text_that_is_kept(tmp_path):
+    """Python would take an older version from its cache: it has the same size and time."""
+    path = tmp_path / "mine.py"
+    for answer in "12":
+        path.write_text(f"ANSWER = {answer}")
+        os.utime(path, (1, 1))
+        py_compile.compile(str(path))
+        path.write_text(f"ANSWER = {int(answer) + 2}")
+        os.utime(path, (1, 1))
+        assert tasks.import_task(str(path)).ANSWER == int(answer) + 2
+
+
+@pytest.mark.parametrize("text", [b"x = (", b"return 1", "x = 'é'".encode("latin-1")])
+def test_a_task_that_is_not_python_is_named_by_its_path(text, tmp_path, capsys):
+    path = tmp_path / "mine.py"
+    path.write_bytes(text)
+
+    assert start([*TINY, f"run.dir={tmp_path}", f"task.name={path}"]) == 2
+
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: task.name='{path}' cannot be read as Python")
+
+
 def run_with_code_of_its_own(folder: str):
     if main.RANK == 1:
         main.code_of = edited(EDIT)
@@ -235,7 +283,7 @@ def test_a_checkpoint_of_an_older_version_is_refused(tmp_path, capsys):
     change_state(tmp_path / "a", lambda experiment: experiment.update(version=2))
 
     assert start(command) == 2
-    assert "was made by an older version of this trainer" in say(capsys)
+    assert "belongs to a different experiment (version of this trainer: 2 -> " in say(capsys)
     assert start([*command, "run.name=b"]) == 0
     said = say(capsys)
     assert "has the same settings and a different version of this trainer" in said

@@ -247,15 +247,17 @@ def test_a_teacher_may_know_more_tokens_than_the_student():
     assert config.training.has_reference
 
 
-@pytest.mark.parametrize(("key", "more", "code"), [
-    ("training.teacher", ["training.learning_type=distill"], 2),
-    ("model.name", ["model.lora_rank=2"], 2),     # The adapters' base isn't in a checkpoint.
-    ("model.name", ["training.kl_beta=0.1"], 2),  # Neither is the reference.
-    ("model.name", [], 0)])                       # All of these weights are.
-def test_a_run_resumes_with_the_weights_that_it_began_with(key, more, code, tmp_path, capsys):
+@pytest.mark.parametrize(("key", "more", "step", "code"), [
+    ("training.teacher", ["training.learning_type=distill"], 1, 2),
+    ("model.name", ["model.lora_rank=2"], 1, 2),     # The adapters' base isn't in a checkpoint.
+    ("model.name", ["training.kl_beta=0.1"], 1, 2),  # Neither is the reference.
+    ("model.name", [], 0, 2),                        # At step 0 no weights are.
+    ("model.name", [], 1, 0)])                       # All of these weights are.
+def test_a_run_resumes_with_the_weights_that_it_began_with(
+        key, more, step, code, tmp_path, capsys):
     model = edited(tmp_path / "model", lambda folder: None)
     command = [*SMALL, f"run.dir={tmp_path}", *more, f"{key}={model}"]
-    assert start([*command, "training.max_steps=1"]) == 0
+    assert start([*command, f"training.max_steps={step}"]) == 0
     weights = load_file(model / "model.safetensors")
     save_file({name: 1.01 * weight for name, weight in weights.items()},
               model / "model.safetensors", metadata={"format": "pt"})

@@ -5,6 +5,7 @@ import json
 import math
 import random
 import re
+from collections import Counter
 from statistics import fmean
 from types import SimpleNamespace
 
@@ -15,6 +16,8 @@ from conftest import (
     GROUP,
     PROMPTS,
     QUESTIONS,
+    ROOT,
+    SMALL,
     TEMPERATURE,
     as_numbers,
     as_sampled_from,
@@ -29,6 +32,7 @@ from conftest import (
     sampling_run,
     start,
 )
+from first_steps import KINDS, NUM_SEEDS, settings_of
 from processes import ranks
 
 import main
@@ -38,6 +42,7 @@ from machinery.metrics import (
     look_at_first_step,
     sampler_metrics,
     sampling_metrics,
+    update_metrics,
 )
 from machinery.ranks import RANK, WORLD_SIZE, end_process, join, leave_group
 from machinery.settings import KEYS
@@ -291,6 +296,48 @@ def test_a_step_without_anything_to_learn_is_not_called_healthy():
 
     assert "nothing to learn from" in lines[2]
     assert len(bad_signs(lines)) == 1 and NOTHING_OFF not in lines
+
+
+def test_rewards_that_differ_and_teach_nothing_are_named():
+    """As with `sil` if all rewards are negative, or if advantages are rounded down to 0."""
+    nothing = dict.fromkeys(
+        ["moved", "change_rewarded", "change_punished", "change_as_meant", "grad_norm"])
+
+    [sign] = bad_signs(look(**nothing, learned=0))
+
+    assert "rewards differ, but no answer was learned from" in sign
+
+
+def test_healthy_first_steps_raise_no_false_alarm():
+    """Of each kind of run there are 20 seeds, made by first_steps.py."""
+    kinds = Counter()
+    configs = {kind: main.load_config(settings_of(kind, 0)) for kind in KINDS}
+    for record in read_jsonl(ROOT / "tests" / "first_steps.jsonl"):
+        assert look_at_first_step(record, configs[record["kind"]])[-1] == NOTHING_OFF, record
+        kinds[record["kind"]] += 1
+    assert kinds == dict.fromkeys(KINDS, NUM_SEEDS)
+
+
+def test_kl_is_measured_where_the_policy_is_the_one_that_sampled():
+    update = {"loss": 1.0, "updated": 1, "non_finite": 0}
+
+    first, second = {**update, "kl": 0.1, "entropy": 1}, {**update, "kl": 9, "entropy": 3}
+    metrics = update_metrics([first, second])
+
+    assert metrics["kl"] == 0.1 and metrics["entropy"] == 2
+
+
+def test_a_sampler_that_falls_behind_is_named_once(tmp_path, monkeypatch, capsys):
+    """In step 1, its weights are still the policy's. With `shard` it has its own."""
+    monkeypatch.setenv("COLUMNS", "1000")
+    monkeypatch.setattr(main, "refresh_sampler", lambda sampler, model: None)
+
+    assert start([*SMALL, "training.shard=true", "training.warmup_steps=0",
+                  f"run.dir={tmp_path}"]) == 0
+
+    said = capsys.readouterr().out
+    assert said.count("! from here on, sampler_gap is large (") == 1
+    assert f"\n  {NOTHING_OFF}\n" in said  # in step 1
 
 
 # ---------------------------------------------------------------- a real first step

@@ -162,6 +162,32 @@ def test_a_damaged_checkpoint_is_refused_and_once_it_is_deleted_the_one_before_i
     assert "step-000002\n" in capsys.readouterr().out
 
 
+# ---------------------------------------------------------------- a run that an enemy has made
+
+def test_a_run_reads_and_writes_only_in_its_own_folder(whole, tmp_path, capsys):
+    victim = tmp_path / "victim.txt"
+    victim.write_text("mine")
+    folder = tmp_path / "runs" / "a"
+    shutil.copytree(whole, folder)
+    settings = [*SMALL, *STEPS, f"run.dir={folder.parent}", "training.num_samples_per_step=4",
+                "training.max_steps=4"]
+    path = folder / "checkpoints" / "step-000003" / "state.json"
+    state = json.loads(path.read_text())
+    state["models"]["../../victim.txt"] = None
+    state["code"]["../../victim.txt"] = "theirs"
+    path.write_text(json.dumps(state))
+
+    assert start(settings) == 0
+    assert victim.read_text() == "mine"
+
+    (folder / "samples.jsonl").unlink()
+    (folder / "samples.jsonl").symlink_to(victim)
+    capsys.readouterr()
+    assert start([*settings, "training.max_steps=5"]) == 2
+    assert "samples.jsonl is a link" in capsys.readouterr().err
+    assert victim.read_text() == "mine"
+
+
 # ---------------------------------------------------------------- the best model
 
 def evaluate_as(qualities: str, folder: str, more: str):
