@@ -1,4 +1,4 @@
-"""What a person sees of a run, and what's kept of it. Nothing in here affects training.
+"""What a person sees of a run, and what's kept of it. Nothing in here decides about training.
 
     runs/<name>/config.yaml      every setting, resolved
     runs/<name>/main.py          the code, and task.py, the task's

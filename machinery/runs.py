@@ -385,8 +385,9 @@ def check_own_state(own_state: dict[str, Any]) -> None:
 
 
 def checksum(weights: Iterable[torch.Tensor]) -> int:
-    """Returns a number that changes if any bit of these weights does. Sharded weights are left out,
-    because no other rank has them; the sampler then has all of them."""
+    """Returns a sum over these weights, taken as integers, so that no rounding hides a difference.
+    Sharded weights are left out, because no other rank has them; the sampler then has all of them.
+    """
     total = 0
     for weight in weights:
         if not isinstance(weight, DTensor):
