@@ -86,7 +86,10 @@ def comparisons(
         MadeUpAnswer(short, [*text[len(short):len(short) + 5], stop_id]),
     ]
     precision = config.model.precision
-    # They may share their modules, so the mode is set before each.
+    # This is collective if weights are sharded, so it comes before anything that may end the run on
+    # one rank. Both may share their modules, so the mode is set before each.
+    policy.train()  # In train mode a model may add noise.
+    of_policy, _ = policy(answers)
     sampled.eval()
     of_sampled, _ = sampled(answers)
     yield from with_own(sampled, answers, "", precision)
@@ -96,8 +99,6 @@ def comparisons(
         exact = exact_policy(policy.module, config)
         yield from with_own(exact, answers, " in float32", "float32")
         yield from of_generate(exact, text, "float32")
-    policy.train()  # In train mode a model may add noise.
-    of_policy, _ = policy(answers)
     yield Comparison("log-probabilities computed while learning differ from the sampler's",
                      of_policy, of_sampled, precision, may_be_meant=True)
     if config.training.teacher is not None:

@@ -414,8 +414,8 @@ PLACES = ("run.dir", "model.name", "task.name", "data.dataset", "data.validation
 def refuse_different_ranks(code_digest: str, config: Config) -> None:
     """Refuses ranks that run different code or have different settings. Collective."""
     if len(set(gather(code_digest))) > 1:
-        raise SharedError("the ranks run different code: make sure that main.py and the file that "
-                          "task.name names are the same on all machines")
+        raise SharedError("the ranks run different code: make sure that main.py, logger.py, "
+                          "machinery/ and the task's file are the same on all machines")
     first, *others = gather(flatten(config))
     different = set()
     for other in others:

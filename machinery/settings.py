@@ -242,7 +242,7 @@ def check_values(values: dict[str, Any], own_keys: Sequence[str] = ()) -> Config
         if key not in known:
             [nearest] = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
             raise UserError(f"{key}={value!r}: there is no such key. Did you mean {nearest}?")
-        if key.startswith(OWN) and re.fullmatch(r"[-+]?[\d.]+e[-+]?\d+", str(value)):
+        if key.startswith(OWN) and re.fullmatch(r"[-+]?\d+\.?\d*e[-+]?\d{1,2}", str(value)):
             value = float(value)
         section, name = key.split(".")
         sections.setdefault(section, {})[name] = value

@@ -96,8 +96,9 @@ def load_questions(
     context = longest_text(model)
     if teacher is not None:
         context = min(context, longest_text(teacher))
-    check_prompt_lengths(rows, num_tokens, context, config)
-    check_prompt_tokens(rows, task, tokenizer, config)
+    asked = training + validation
+    check_prompt_lengths(asked, num_tokens, context, config)
+    check_prompt_tokens(asked, task, tokenizer, config)
     return training, validation
 
 
