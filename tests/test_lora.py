@@ -187,6 +187,6 @@ def test_a_resumed_run_with_a_reference_ends_as_an_uninterrupted_one(more, tmp_p
 
     whole, resumed = tmp_path / "whole" / "a", tmp_path / "resumed" / "a"
     first, second = training_steps(whole)
-    assert training_steps(resumed) == [first, second] and first["kl"] > 0
+    assert training_steps(resumed) == [first, second] and second["kl"] > 0
     tensors = "checkpoints/step-000002/tensors-1.safetensors"
     assert digest(whole / tensors) == digest(resumed / tensors)
