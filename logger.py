@@ -212,8 +212,8 @@ class Logger:
             self._draw_curves()
 
     def _is_first_large_gap(self) -> bool:
-        """Adapters, or copies of the weights, may differ from the policy only after some updates.
-        """
+        """Whether the gap of this step is large, and no gap was before. A sampler with weights of
+        its own may differ from the policy only after some updates."""
         large = []
         for entry in self.history:
             if is_large_gap(entry.get("sampler_gap") or 0.0, self.config):

@@ -178,8 +178,8 @@ def change_metrics(
     mean reward, or with `distill`, of tokens that the teacher likes better or less. It doesn't look
     at advantages, because the code that computed them may be what's wrong. Collective."""
     directions = reward_directions(groups)
-    raised = []   # how much each token changed that should become more likely
-    lowered = []  # and each one that should become less likely
+    raised = []   # changes of the tokens that should become more likely
+    lowered = []  # changes of the tokens that should become less likely
     for batch, log_probs, _ in measure_in_batches(policy, learned, training):
         lengths = [answer.num_tokens for answer in batch]
         for answer, log_probs_now in zip(batch, log_probs.split(lengths), strict=True):
@@ -380,11 +380,11 @@ def measured(numbers: dict[str, float], config: Config) -> list[str]:
     return [truncation, groups, change, sampler]
 
 
-# Each sign names the keys to look at.
-
 def is_large_gap(sampler_gap: float, config: Config) -> bool:
     return sampler_gap >= LARGE_GAP[config.model.precision]
 
+
+# Each sign names the keys to look at.
 
 def signs_of_answers(numbers: dict[str, float], config: Config) -> Iterator[str]:
     if numbers["truncated"] >= 0.9:

@@ -5,7 +5,8 @@
 #     sbatch recipes/slurm.sh [--config file.yaml] [section.key=value ...]
 #
 # Submit it from the folder that contains main.py and .venv. Every machine must see that folder at
-# the same path. --mem is RAM per machine: loading takes up to one copy of the model per rank.
+# the same path.
+# --mem is the RAM of a machine. Loading takes up to one copy of the model per rank.
 #SBATCH --job-name=onefile-grpo
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
