@@ -37,15 +37,12 @@ def write_run(folder, name, text="because", **keys):
     checkpoint.mkdir(parents=True)
     experiment = {"training.num_samples_per_step": 16}  # by two ranks
     (checkpoint / "state.json").write_text(json.dumps({"experiment": experiment}))
+    (path / "main.py").write_text("step()\n")
+    (path / "task.py").write_text("TASK = 1\n")
     (path / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     for file, records in (("metrics.jsonl", points), ("samples.jsonl", samples)):
         (path / file).write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
-
-
-def write_code(folder, main, task="TASK = 1\n"):
-    (folder / "main.py").write_text(main)
-    (folder / "task.py").write_text(task)
 
 
 def change_code(folder, step, *names):
@@ -64,8 +61,7 @@ def page_of(*folders):
 
 def test_the_page_shows_what_is_in_the_files_and_whatever_runs_have_written_is_text(tmp_path):
     folders = [write_run(tmp_path, "h", HOSTILE, data__dataset=HOSTILE), write_run(tmp_path, "o")]
-    write_code(folders[0], "step()\n")
-    write_code(folders[1], f"step()  # {HOSTILE}\n")
+    (folders[1] / "main.py").write_text(f"step()  # {HOSTILE}\n")
     change_code(folders[1], 8, HOSTILE)
     page = page_of(*folders)
     data = data_of(page)
@@ -79,10 +75,9 @@ def test_the_page_shows_what_is_in_the_files_and_whatever_runs_have_written_is_t
         low, high = points[-1]["eval/solved_low"], points[-1]["eval/solved_high"]
         ends.append(f"{solved[-1]:.3f} ({low:.3f}–{high:.3f}) at step 12")
         found = []
-        for place, groups in own["answers"].items():
+        for prompt, groups in zip(data["prompts"], own["answers"], strict=True):
             for step, group in zip(own["steps"], groups, strict=True):
-                found += [(step, data["prompts"][place][1], data["texts"][text], solved)
-                          for text, solved, *_ in group]
+                found += [(step, prompt, text, solved) for solved, _, text in group]
         samples = [(sample["step"], sample["prompt"], sample["completion"], sample["solved"])
                    for sample in read_jsonl(folder / "samples.jsonl")]
         assert sorted(found) == sorted(samples)
@@ -107,48 +102,42 @@ def test_the_settings_that_differ_are_told_and_the_command_makes_the_same_run(tm
     assert flatten(load_config(command[3:])) == expected
 
 
-def test_a_change_of_the_code_is_told_and_marked_in_the_curves_and_is_no_point(tmp_path):
-    folders = [write_run(tmp_path, "plain"), write_run(tmp_path, "changed")]
-    change_code(folders[1], 7, "main.py", "task.py")
-    page = page_of(*folders)
+def test_code_that_differs_and_code_that_changed_during_a_run_are_told(tmp_path):
+    first, same, other = (write_run(tmp_path, name) for name in ("first", "same", "other"))
+    (other / "main.py").write_text("".join(f"line {i}\n" for i in range(300)))
+    change_code(other, 7, "main.py", "task.py")
+    page = page_of(first, same, other)
     data = data_of(page)
 
-    assert data["left_out"] == []
-    plain, changed = data["runs"]
-    assert plain["code_changes"] == []
-    assert changed["code_changes"] == [
-        {"step": 7, "spent": 7 * 0.25, "code_changed": "main.py and task.py"}]
-    for of_plain, of_changed in zip(plain["curves"], changed["curves"], strict=True):
-        assert of_plain["step"] == of_changed["step"] and of_plain.keys() == of_changed.keys()
+    [(number, name, diff)] = data["diffs"]
+    assert (number, name) == (2, "main.py")
+    lines = diff.split("\n")
+    assert lines[:5] == ["--- first/main.py", "+++ other/main.py", "@@ -1 +1,300 @@", "-step()",
+                         "+line 0"]
+    assert len(lines) == 201 and lines[-1] == f"... {3 + 301 - 200} more lines"
+    assert [run["code_changes"] for run in data["runs"]] == [
+        [], [], [{"step": 7, "spent": 7 * 0.25, "code_changed": "main.py and task.py"}]]
+    for curve, of_changed in zip(data["runs"][0]["curves"], data["runs"][2]["curves"]):
+        assert curve["step"] == of_changed["step"] and curve.keys() == of_changed.keys()
     text = shown_by_chromium(page, tmp_path)
     assert text.count("(main.py and task.py changed after step 7)") == 1
     first_panel = text.split("<svg")[1].split("</svg>")[0]
-    assert first_panel.count(">b: main.py and task.py changed</text>") == 1
-    assert first_panel.count('class="changed"') == 1
+    assert first_panel.count("c: main.py and task.py changed") == 1
 
 
-def test_code_that_differs_is_told_with_its_diff_and_equal_code_is_not(tmp_path):
-    old, first, same, other = [
-        write_run(tmp_path, name) for name in ("old", "first", "same", "other")]
-    lines = [f"line {i}\n" for i in range(20)]
-    for folder in (first, same):
-        write_code(folder, "".join(lines))
-    long = "x" * 999
-    main = [*lines[:9], "one\n", f"{long}\n", *lines[10:]]
-    write_code(other, "".join(main), task="TASK = 2\n" * 300)
-    data = data_of(page_of(old, first, same, other))
+def test_a_folder_that_is_no_run_is_one_line(tmp_path, capsys):
+    assert one_run.main([str(tmp_path)]) == 2
 
-    assert data["differs"] == [
-        ["main.py", "not known", "20 lines", "as in first", "differs: +2 -1 lines"],
-        ["task.py", "not known", "1 lines", "as in first", "differs: +300 -1 lines"]]
-    (of_main, name, diff), (of_task, task_name, task_diff) = data["diffs"]
-    assert (of_main, name, of_task, task_name) == (3, "main.py", 3, "task.py")
-    *shown, long_line, line_10, line_11, line_12 = diff.split("\n")
-    assert shown == ["--- first/main.py", "+++ other/main.py", "@@ -7,7 +7,8 @@",
-                     " line 6", " line 7", " line 8", "-line 9", "+one"]
-    assert long_line.startswith("+xxx") and "700 left out" in long_line
-    assert [line_10, line_11, line_12] == [" line 10", " line 11", " line 12"]
-    *task_lines, left_out = task_diff.split("\n")
-    assert len(task_lines) == 200 and left_out == f"... lines left out: {3 + 301 - 200}"
-    data = data_of(page_of(first, same))
-    assert data["differs"] == [] and data["diffs"] == []
+    assert "is not the folder of a run" in capsys.readouterr().err
+
+
+def test_answers_that_are_too_many_are_left_out_and_the_page_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(one_run, "MOST_CHARACTERS", 100)
+    monkeypatch.setattr(one_run, "MOST_EVALUATIONS", 2)
+
+    data = data_of(page_of(write_run(tmp_path, "a")))
+
+    assert data["left_out"] == ["2 of 4 evaluations' answers", "1 of 3 questions' answers"]
+    assert data["runs"][0]["steps"] == [0, 12]
+    assert data["prompts"] == ["What is 0 and one?", "What is 2 and one?"]
+    assert data["labels"] == ["0", "2"]
