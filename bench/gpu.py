@@ -24,7 +24,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import harness
-from harness import DEVICE, ROOT, load_config, main, make_run, median, torch, transformers
+from harness import (
+    DEVICE,
+    ROOT,
+    SilentLog,
+    load_config,
+    main,
+    make_run,
+    median,
+    torch,
+    transformers,
+)
 from step import measure, seconds_of_a_step
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
@@ -146,7 +156,7 @@ def gradient_of(
 ) -> torch.Tensor:
     config = load_config([f"model.precision={precision}", *keys])
     policy = DistributedDataParallel(main.Policy(copy.deepcopy(model).to(device), config))
-    run = SimpleNamespace(policy=policy, config=config, log=harness.SilentLog())
+    run = SimpleNamespace(policy=policy, config=config, log=SilentLog())
     num_tokens = sum(answer.num_tokens for answer in answers)
     main.policy_gradient(run, answers, {"answers": len(answers), "tokens": num_tokens})
     gradients = [parameter.grad.flatten() for parameter in policy.parameters()]

@@ -1,27 +1,23 @@
 """What the measurements share: a run of main.py without its folder, models of known shapes with
 random weights, and the peak memory."""
 
-import contextlib
-import copy
 import json
 import random
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "examples")]
 
 import torch
 import torch.distributed as dist
 import transformers
+from silent import NoFolder, SilentLog
 
 import main
 from machinery.model import make_masters, type_when_loaded
 from machinery.ranks import DEVICE, RANK, end_process, join, leave_group
-from machinery.runs import NEW
 from machinery.settings import ROOT, Config, load_config
 
 median = statistics.median
@@ -39,40 +35,6 @@ SHAPES = {
 }
 
 NEVER = 10**9  # No run gets to this step.
-
-
-class NoFolder:
-    """Replaces runs.RunFolder. There's nothing to resume from."""
-
-    def check_data(self, *compared: Any) -> None:
-        pass
-
-    def restore(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-        return copy.deepcopy(NEW)
-
-
-class SilentLog:
-    """Replaces logger.Logger. It prints and writes nothing, and keeps the metrics of the last step.
-    """
-
-    def __init__(self):
-        self.seconds = {}
-        self.metrics = {}
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self.seconds[name] = time.perf_counter() - started
-
-    def progress(self, items: Sequence) -> Iterator:
-        return iter(items)
-
-    def counter(self, total: int) -> Callable[[int], object]:
-        return lambda count: None
-
-    def step(self, step: int, metrics: dict) -> None:
-        self.metrics = metrics
 
 
 def model_of_shape(shape: str):

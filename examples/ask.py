@@ -10,7 +10,6 @@ import argparse
 import json
 import re
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +20,7 @@ import machinery  # noqa: F401, I001  Says what's being loaded, before that take
 import torch
 
 import countdown
+from silent import SilentLog
 from machinery.errors import UserError
 from machinery.model import find_stop_ids, load_model, make_sampler
 from machinery.ranks import random_seed
@@ -30,8 +30,6 @@ from main import Trajectory, make_question, sample
 # The settings of a model's run are for training it. These are for asking it.
 FOR_ASKING = ["model.lora_rank=0", "model.precision=float32", "model.attention=null",
               "model.device=null", "training.shard=false"]
-SILENT_LOG = SimpleNamespace(  # Replaces a Logger, and shows nothing.
-    phase=lambda name: nullcontext(), progress=iter, counter=lambda total: lambda count: None)
 
 
 # ---------------------------------------------------------------- the model
@@ -89,7 +87,7 @@ def load(path: Path) -> SimpleNamespace:
         stop_ids=find_stop_ids(model, tokenizer),
         model=model,
         sampler=make_sampler(model, config),
-        log=SILENT_LOG,
+        log=SilentLog(),
     )
 
 

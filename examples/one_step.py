@@ -21,11 +21,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean, stdev
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import ask  # It's next to this file. It makes main.py importable, and says what's being loaded.
 import torch
+from silent import NoFolder, SilentLog
 from transformers import PreTrainedTokenizerBase
 
 import main
@@ -34,7 +34,6 @@ from machinery.metrics import MOVED, change_metrics
 from machinery.model import make_sampler, refresh_sampler
 from machinery.passes import measure_in_batches, store_in_answers
 from machinery.ranks import join, random_seed
-from machinery.runs import NEW
 from machinery.settings import Config, load_config
 from main import Run, Trajectory
 
@@ -59,10 +58,7 @@ def prepare(config: Config) -> Run:
     training = config.training.model_copy(update={"warmup_steps": 0, "decay_steps": None})
     config = config.model_copy(update={"training": training})
     # The learning rate of step 0 is 0.
-    restored = {**NEW, "step": 1}
-    folder = SimpleNamespace(
-        check_data=lambda *rows: None, restore=lambda model, optimizer: restored)
-    return main.prepare(config, folder, ask.SILENT_LOG)
+    return main.prepare(config, NoFolder(step=1), SilentLog())
 
 
 class Place(NamedTuple):

@@ -1,7 +1,6 @@
 """What the tests share: small random models, made-up answers, the losses in plain loops, short
 runs, and the fixtures. How processes are started is in processes.py."""
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -10,7 +9,6 @@ import random
 import signal
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 from processes import ROOT, Result, ranks  # isort: skip  It sets the environment.
 
@@ -20,10 +18,15 @@ import transformers
 
 sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "examples")]
 
+from silent import SilentLog
+
 import logger
 import main
+from machinery import settings
+from machinery.model import find_stop_ids, make_reference, make_sampler
 from machinery.ranks import join, launch
-from machinery.runs import step_of
+from machinery.runs import RunFolder, step_of
+from machinery.tasks import Question
 
 torch.set_num_threads(1)
 
@@ -70,13 +73,15 @@ def make_config(**overrides):
 
 @functools.cache  # Reading YAML takes longer than most of what is tested.
 def load_config(*overrides):
-    return main.load_config(list(overrides))
+    return settings.load_config(list(overrides))
 
 
-# In place of a Logger: it shows nothing.
-SILENT_LOG = SimpleNamespace(
-    phase=lambda name: contextlib.nullcontext(), progress=iter,
-    counter=lambda total: lambda count: None)
+def made_up_run(**attributes) -> main.Run:
+    """A run with nothing but these attributes. Those that you add to Run have their default, or
+    None."""
+    empty = {attribute.name: None for attribute in dataclasses.fields(main.Run)
+             if attribute.default is attribute.default_factory is dataclasses.MISSING}
+    return main.Run(**{**empty, "log": SilentLog(), "own_state": {}, **attributes})
 
 
 # ---------------------------------------------------------------- learning
@@ -102,7 +107,7 @@ def make_trajectories(count: int = QUESTIONS * GROUP, seed: int = 0, longest: in
         prompt_ids = [stream.randrange(VOCABULARY) for _ in range(stream.randint(2, 9))]
         completion_ids = [stream.randrange(VOCABULARY) for _ in range(stream.randint(1, longest))]
         advantage = 0.0 if i % 4 == 3 else stream.uniform(-1, 1)
-        question = main.Question({}, prompt_ids)
+        question = Question({}, prompt_ids)
         trajectories.append(main.Trajectory(
             question, completion_ids, "", i % 5 == 2, advantage=advantage,
             sampler_log_probs=torch.zeros(len(completion_ids))))
@@ -120,9 +125,8 @@ def make_policy(model, config, **how):
     """What `learn` uses of a run: the model wrapped as in `prepare`. SGD takes AdamW's place. Its
     steps are large enough for ratios to leave the clipping range."""
     wrapped = torch.nn.parallel.DistributedDataParallel(main.Policy(model, config), **how)
-    return SimpleNamespace(
-        policy=wrapped, model=model, sampler=model, config=config, reference=None, log=SILENT_LOG,
-        optimizer=torch.optim.SGD(model.parameters()), step=1)
+    return made_up_run(policy=wrapped, model=model, sampler=model, config=config,
+                       optimizer=torch.optim.SGD(model.parameters()), step=1)
 
 
 def reference_of(model):
@@ -140,7 +144,7 @@ def learn(model, trajectories, **overrides):
     config = learning_config(**overrides)
     run = make_policy(model, config, gradient_as_bucket_view=True)
     if config.training.has_reference:
-        run.reference = main.Policy(main.make_reference(reference_of(model), config), config)
+        run.reference = main.Policy(make_reference(reference_of(model), config), config)
     return main.learn(run, as_sampled_from(model, trajectories))[-1]
 
 
@@ -254,14 +258,14 @@ def sampling_run(model, eos=0, **overrides):
     """What `sample` uses of a run."""
     config = make_config(**{"model__precision": "float32", **overrides})
     tokenizer = Tokenizer(eos)
-    return SimpleNamespace(config=config, tokenizer=tokenizer, log=SILENT_LOG,
-                           stop_ids=main.find_stop_ids(model, tokenizer),
-                           sampler=main.make_sampler(model, config))
+    return made_up_run(config=config, tokenizer=tokenizer,
+                       stop_ids=find_stop_ids(model, tokenizer),
+                       sampler=make_sampler(model, config))
 
 
 def sample_from(run, prompts, group_size) -> list:
     """`group_size` answers to each of these prompts, in one list."""
-    asked = [main.Question({}, prompt) for prompt in prompts]
+    asked = [Question({}, prompt) for prompt in prompts]
     return [answer for group in main.sample(run, asked, group_size, run.config.sampling)
             for answer in group]
 
@@ -293,8 +297,8 @@ TIMES = {"tokens_per_second", "seconds/sample", "seconds/score", "seconds/learn"
 CHANGE = {"moved", "change_size", "change_as_meant", "change_rewarded", "change_punished"}
 
 
-def run_folder(config) -> main.RunFolder:
-    return main.RunFolder(config, main.code_of(main.main, config))
+def run_folder(config) -> RunFolder:
+    return RunFolder(config, main.code_of(main.main, config))
 
 
 def start(arguments: list[str]) -> int:

@@ -12,16 +12,16 @@ import json
 import random
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
-from conftest import ROOT, SILENT_LOG, read_jsonl  # isort: skip  It sets paths.
+from conftest import ROOT, read_jsonl  # isort: skip  It sets paths.
 
 import torch
+from silent import NoFolder, SilentLog
 
 import main
 from machinery.metrics import evaluation_metrics
 from machinery.ranks import join
-from machinery.runs import NEW
+from machinery.settings import load_config
 
 FILE = ROOT / "tests" / "first_steps.jsonl"
 NUM_SEEDS = 20
@@ -45,19 +45,16 @@ def settings_of(kind: str, seed: int) -> list[str]:
 
 def first_step(kind: str, seed: int, models: dict[str, list[str]]) -> dict[str, float | None]:
     """Returns the metrics of an evaluation before training, and of step 1."""
-    config = main.load_config([*settings_of(kind, seed), *models.get(kind, [])])
-    seen = {}
-    log = SimpleNamespace(**vars(SILENT_LOG), step=lambda step, metrics: seen.update(metrics))
-    folder = SimpleNamespace(check_data=lambda *of: None, restore=lambda *of: NEW)
-    run = main.prepare(config, folder, log)
+    config = load_config([*settings_of(kind, seed), *models.get(kind, [])])
+    run = main.prepare(config, NoFolder(), SilentLog())
     if kind == "random rewards":
         stream = random.Random(seed)
         run.task.reward_function = lambda completion, row: {
             "format": stream.random(), "answer": float(stream.random() < 0.5)}
-    seen.update(evaluation_metrics(main.evaluate(run), run.task))
+    before = evaluation_metrics(main.evaluate(run), run.task)
     main.training_step(run)
     record = {"kind": kind, "seed": seed}
-    for name, value in seen.items():
+    for name, value in (before | run.log.metrics).items():
         if name == "eval/solved" or name.startswith("eval/reward/") or not name.startswith("eval/"):
             record[name] = value and float(f"{value:.6g}")
     return record
