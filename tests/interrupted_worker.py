@@ -17,6 +17,7 @@ from conftest import run_without_curves
 
 import main
 from machinery import on_ctrl_c, runs
+from machinery.ranks import RANK, WORLD_SIZE
 
 
 class Striker:
@@ -26,7 +27,7 @@ class Striker:
         self.strike = strike
         self.folder = folder
         self.passed = 0
-        (folder / f"pid-{main.RANK}").write_text(str(os.getpid()))
+        (folder / f"pid-{RANK}").write_text(str(os.getpid()))
 
     def at(self, point: str) -> None:
         if self.strike.get("point") != point:
@@ -35,7 +36,7 @@ class Striker:
         if self.passed != self.strike.get("passing", 1):
             return
         how = self.strike["how"]
-        if self.strike["rank"] == main.RANK:
+        if self.strike["rank"] == RANK:
             self.hit(point, how)
         elif how == "kill one, others busy":
             # A signal does not interrupt this. A handler in Python would run only after it.
@@ -47,7 +48,7 @@ class Striker:
         if how.startswith("kill one"):
             time.sleep(0.3)  # The others can get there. If one does not, less is tested.
             os.kill(os.getpid(), signal.SIGKILL)
-        others = [rank for rank in range(main.WORLD_SIZE) if rank != main.RANK]
+        others = [rank for rank in range(WORLD_SIZE) if rank != RANK]
         pids = [int((self.folder / f"pid-{rank}").read_text()) for rank in others]
         for pid in [*pids, os.getpid()]:
             os.kill(pid, signal.Signals["SIGKILL" if how == "kill all" else how])

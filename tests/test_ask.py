@@ -8,6 +8,7 @@ import pytest
 from processes import ROOT
 
 import main
+from machinery.tasks import Question
 
 MODEL = ROOT / "tiny" / "model"
 QUESTION = ["3", "7", "25", "=", "68"]
@@ -20,7 +21,7 @@ QUESTION = ["3", "7", "25", "=", "68"]
     ("a</think>", "wrong: no expression that can be computed"),
     ("<answer>25*3-7</answer>", "wrong: the expression is right, but the format is not")])
 def test_the_verdict_says_what_is_wrong(completion, verdict):
-    question = main.Question(ask.read_question(QUESTION), [])
+    question = Question(ask.read_question(QUESTION), [])
 
     assert ask.verdict(main.Trajectory(question, [1], completion, False)) == verdict
     assert ask.verdict(main.Trajectory(question, [1] * 9, "3*7", True)).startswith("truncated")

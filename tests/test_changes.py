@@ -257,7 +257,7 @@ def test_the_overlong_penalty_rises_linearly_over_the_last_quarter():
                            reward_function=lambda answer, row: {"answer": 1.0})
     groups = [[module.Trajectory(SimpleNamespace(row={}), [1] * length, "", False)
                for length in (1, limit * 3 // 4, limit * 7 // 8, limit)]]
-    module.score(SimpleNamespace(task=task, log=conftest.SILENT_LOG, config=make_config()), groups)
+    module.score(conftest.made_up_run(task=task, config=make_config()), groups)
     assert [answer.reward for answer in groups[0]] == [1.0, 1.0, 0.5, 0.0]
 
 
@@ -377,7 +377,7 @@ def test_a_curriculum_that_was_stopped_goes_on_where_it_was(tmp_path):
 def test_what_runs_with_a_change_is_what_is_recorded():
     with changed.tree_with(["mistakes/no-mean"]) as tree:
         program = ("import main; from machinery.code import code_of;"
-                   "print(code_of(main.main, main.load_config([])).texts['main.py'])")
+                   "print(code_of(main.main, load_config([])).texts['main.py'])")
         shown = subprocess.run([sys.executable, "-c", program], cwd=tree, text=True,
                                capture_output=True, check=True).stdout
         assert (tree / "main.py").read_text() in shown

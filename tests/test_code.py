@@ -22,7 +22,10 @@ import main
 from machinery import keep_source, tasks
 from machinery.code import MAIN, TASK, code_of, digest_of, meaning
 from machinery.errors import UserError
+from machinery.metrics import evaluation_metrics
+from machinery.ranks import RANK
 from machinery.runs import step_of
+from machinery.settings import load_config
 from machinery.tasks import split
 
 TINY = [*SMALL, "training.max_new_gen_tokens=16"]
@@ -59,7 +62,7 @@ def test_comments_and_line_breaks_are_no_code_and_a_docstring_only_in_a_task(nam
 
 def test_a_digest_is_never_read_as_a_number():
     for number in range(300):
-        text = main.load_config([f"run.code={digest_of({MAIN: f'x = {number}'})}"]).run.code
+        text = load_config([f"run.code={digest_of({MAIN: f'x = {number}'})}"]).run.code
         assert text == digest_of({MAIN: f"x = {number}"})
 
 
@@ -238,7 +241,7 @@ def test_a_task_that_is_not_python_is_named_by_its_path(text, tmp_path, capsys):
 
 
 def run_with_code_of_its_own(folder: str):
-    if main.RANK == 1:
+    if RANK == 1:
         main.code_of = edited(EDIT)
     run_without_curves(*TINY, f"run.dir={folder}")
 
@@ -254,7 +257,7 @@ def test_ranks_with_different_code_are_refused(tmp_path):
 def run_with_settings_of_its_own(folder: str):
     """A model may be in another place on each machine, so its name may differ."""
     own = []
-    if main.RANK == 1:
+    if RANK == 1:
         own = ["sampling.temperature=0.5", f"model.name={ROOT / 'tiny' / 'model'}"]
     run_without_curves(*TINY, f"run.dir={folder}", *own)
 
@@ -408,7 +411,7 @@ def test_a_hub_data_set_is_read_with_its_split(monkeypatch):
 
 def test_the_last_model_is_kept_beside_the_best(tmp_path, monkeypatch):
     solved, best_of_n = iter([0.2, 0.5, 0.3, 0.3]), iter([1.0, 0.9, 0.8, 0.7])
-    in_truth = main.evaluation_metrics
+    in_truth = evaluation_metrics
     monkeypatch.setattr(main, "evaluation_metrics", lambda *of: {
         **in_truth(*of), "eval/solved": next(solved), "eval/best_of_n": next(best_of_n)})
 

@@ -9,16 +9,16 @@ import yaml
 from conftest import make_config
 from processes import ROOT
 
-import main
 from machinery import settings
 from machinery.errors import UserError
+from machinery.settings import load_config
 
 CODE = "c1234567"
 
 
 def refusal(*arguments: str) -> str:
     with pytest.raises(UserError) as raised:
-        main.load_config(list(arguments))
+        load_config(list(arguments))
     message = str(raised.value)
     assert "\n" not in message
     return message
@@ -29,7 +29,7 @@ def test_later_files_win_over_earlier_ones_and_the_command_line_over_all(tmp_pat
     first.write_text("training: {seed: 1, max_steps: 7}\nsampling: {top_k: 5}\n")
     second.write_text("training: {seed: 2, learning_rate: 1e-5}\ndata: {max_rows: 3}\n")
 
-    config = main.load_config(["--config", str(first), "sampling.top_k=9", "--config", str(second),
+    config = load_config(["--config", str(first), "sampling.top_k=9", "--config", str(second),
                                "data.max_rows=null"])
 
     assert (config.training.max_steps, config.training.seed, config.sampling.top_k) == (7, 2, 9)
@@ -63,7 +63,7 @@ def test_a_key_of_ones_own_is_set_and_read_once_a_file_has_declared_it(tmp_path)
     own = tmp_path / "own.yaml"
     own.write_text("training: {my_own_word: 0.0}\n")
 
-    config = main.load_config(["--config", str(own), "training.my_own_word=0.01"])
+    config = load_config(["--config", str(own), "training.my_own_word=0.01"])
 
     assert config.training.my_own_word == 0.01
     assert settings.experiment(config)["training.my_own_word"] == 0.01

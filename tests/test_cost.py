@@ -24,6 +24,7 @@ from processes import ROOT, ranks
 
 import main
 from machinery import prompts, sampling
+from machinery.tasks import Question
 
 
 def shapes_processed(model) -> list[tuple[int, int]]:
@@ -59,7 +60,7 @@ def test_sampling_processes_each_prompt_once_and_finished_answers_no_further(mon
 def test_learning_processes_each_prompt_once_a_micro_batch(one_rank):
     answers = make_trajectories(48, longest=40)
     for i, answer in enumerate(answers):
-        answer.question = main.Question({}, PROMPTS[i // 16])
+        answer.question = Question({}, PROMPTS[i // 16])
         answer.advantage = 1.0
     model = make_model()
     shapes = shapes_processed(model)

@@ -34,7 +34,8 @@ import main
 from logger import step_line
 from machinery.errors import UserError
 from machinery.metrics import change_metrics
-from machinery.model import find_stop_ids, load_model, load_teacher
+from machinery.model import find_stop_ids, load_model, load_teacher, make_reference
+from machinery.tasks import Question, load_questions, load_task
 
 TINY = "tiny/model"
 
@@ -78,7 +79,7 @@ def test_the_expected_gradient_is_that_of_kl_at_each_token_with_what_came_before
     reached = {}  # {what comes before a token: how likely the student gets there}
     for answer in all_answers():
         log_probs = of_tokens(student, prompt, answer)
-        trajectory = main.Trajectory(main.Question({}, prompt), list(answer), "", False)
+        trajectory = main.Trajectory(Question({}, prompt), list(answer), "", False)
         trajectory.reference_log_probs = of_tokens(teacher, prompt, answer).detach()
         trajectory.old_log_probs = log_probs.detach()
         probability = log_probs.sum().exp().item()
@@ -106,7 +107,7 @@ def test_the_change_is_measured_towards_the_teacher_and_not_along_rewards(one_ra
     config = learning_config(training__learning_rate=1e-4, **DISTILL)
     model = make_model("gpt2", torch.float64)
     run = make_policy(model, config, gradient_as_bucket_view=True)
-    run.reference = main.Policy(main.make_reference(reference_of(model), config), config)
+    run.reference = main.Policy(make_reference(reference_of(model), config), config)
     answers = as_sampled_from(model, make_trajectories())
     for answer in answers:
         answer.advantage = 0.0
@@ -322,8 +323,8 @@ def test_an_answer_needs_room_in_the_teacher_too(tmp_path):
         folder / "config.json", lambda config: config.update(max_position_embeddings=L)))
     config = make_config(**{**DISTILL, "training__teacher": str(teacher)})
     model, tokenizer = load_model(config)
-    task = main.load_task(config)
+    task = load_task(config)
 
     with pytest.raises(UserError, match=f"exceeds the {L} that"):
         teacher = load_teacher(model, tokenizer, config)
-        main.load_questions(task, model, teacher, tokenizer, config)
+        load_questions(task, model, teacher, tokenizer, config)

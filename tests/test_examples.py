@@ -12,13 +12,15 @@ import gguf
 import pytest
 import torch
 import transformers
-from conftest import SILENT_LOG, SIZES, SMALL, make_config, make_model, read_jsonl, start
+from conftest import SIZES, SMALL, made_up_run, make_config, make_model, read_jsonl, start
 from processes import ROOT
 
 import main
 from machinery import tasks
+from machinery.model import load_model
+from machinery.tasks import Question, load_questions, load_task
 
-task = main.load_task(make_config(task__name="examples/gsm8k.py"))
+task = load_task(make_config(task__name="examples/gsm8k.py"))
 rewards = task.rewards
 R1 = "<think>Two and two.</think><answer>4</answer>"
 LINES = "<think>\nTwo and two.\n</think>\n<answer>\n4\n</answer>"
@@ -117,7 +119,7 @@ def test_questions_that_are_too_long_are_left_out():
                          data__max_prompt_tokens=lengths[8], training__max_new_gen_tokens=48)
 
     model = make_model(vocab_size=len(tokenizer))
-    training, validation = main.load_questions(task, model, None, tokenizer, config)
+    training, validation = load_questions(task, model, None, tokenizer, config)
 
     kept = sorted(len(tokenizer(row["prompt"])["input_ids"]) for row in training + validation)
     assert kept == lengths[:9]
@@ -138,9 +140,9 @@ def test_a_reward_that_hangs_shows_again_and_again_where_it_stands(monkeypatch, 
     monkeypatch.setattr(tasks, "SECONDS_FOR_A_REWARD", 0.05)
     own = SimpleNamespace(reward_function=reward_function, REWARD_WEIGHTS={"right": 1.0},
                           SOLVED="right")
-    answer = main.Trajectory(main.Question({}, []), [0], "", False)
+    answer = main.Trajectory(Question({}, []), [0], "", False)
 
-    main.score(SimpleNamespace(task=own, log=SILENT_LOG), [[answer]])
+    main.score(made_up_run(task=own), [[answer]])
 
     assert answer.reward == 1.0
     assert capfd.readouterr().err.count("in match_for_long") >= 3
@@ -150,7 +152,7 @@ def test_a_reward_that_hangs_shows_again_and_again_where_it_stands(monkeypatch, 
 
 # ---------------------------------------------------------------- sums
 
-arithmetic = main.load_task(make_config(task__name="examples/arithmetic.py"))
+arithmetic = load_task(make_config(task__name="examples/arithmetic.py"))
 
 
 def test_sums_are_right_always_the_same_and_one_problem_in_any_order_of_their_numbers():
@@ -178,7 +180,7 @@ def test_a_sum_is_graded_strictly_leniently_and_by_its_format(reply, strict, len
 
 # ---------------------------------------------------------------- reasoning-gym
 
-gym = main.load_task(make_config(task__name="examples/gym.py"))
+gym = load_task(make_config(task__name="examples/gym.py"))
 
 
 class Doubling(list):
@@ -248,7 +250,7 @@ def test_a_gguf_file_becomes_a_folder_with_the_same_weights_that_can_learn(tmp_p
     from_gguf.convert(tmp_path / "tiny.gguf", tmp_path / "folder")
 
     config = make_config(model__name=str(tmp_path / "folder"), model__precision="float32")
-    loaded, loaded_tokenizer = main.load_model(config)
+    loaded, loaded_tokenizer = load_model(config)
     for name, weight in original.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], weight), name
     assert loaded_tokenizer("30 + 26 = 56")["input_ids"] == tokenizer("30 + 26 = 56")["input_ids"]

@@ -27,7 +27,9 @@ from transformers import AutoTokenizer
 import main
 from machinery import ranks as ranks_of_machinery
 from machinery.errors import UserError, errors_of_phase, is_out_of_memory
+from machinery.ranks import RANK
 from machinery.runs import step_of
+from machinery.tasks import grade, load_task
 
 TINY = [*SMALL, "training.max_new_gen_tokens=16"]
 
@@ -199,7 +201,7 @@ def test_a_run_may_be_copied_like_any_folder(settings, tmp_path):
 
 def with_a_folder_of_its_own(folder, *arguments):
     """A rank on a machine whose disk the other machines don't share."""
-    run_without_curves(*arguments, f"run.dir={folder}/{main.RANK}")
+    run_without_curves(*arguments, f"run.dir={folder}/{RANK}")
 
 
 def test_ranks_refuse_to_begin_again_where_another_machine_has_a_newer_checkpoint(
@@ -261,11 +263,11 @@ def test_a_task_that_leaves_or_fails_is_shown_with_its_line_and_is_no_success(
     ({"format": 0.5}, "answer")], ids=str)
 def test_a_reward_without_a_number_up_to_1e9_for_each_part_is_an_error_with_the_completion(
         parts, says):
-    task = main.load_task(make_config())
+    task = load_task(make_config())
     task.reward_function = lambda completion, row: parts
 
     with pytest.raises((KeyError, ValueError, UserError), match=says) as raised:
-        main.grade(task, "said", {})
+        grade(task, "said", {})
 
     assert "'said'" in raised.value.__notes__[0]
 
@@ -278,7 +280,7 @@ def with_one_bad_rank(*arguments):
     learn = main.learn
 
     def bad_learn(run, answers):
-        if main.RANK == 1 and run.step not in (1, 3):
+        if RANK == 1 and run.step not in (1, 3):
             answers[0].advantage = math.inf
         if run.step == 6:  # There's nothing to learn from, which is no sign that all is well.
             answers = [replace(answer, advantage=0.0) for answer in answers]

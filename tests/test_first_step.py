@@ -44,8 +44,10 @@ from machinery.metrics import (
     sampling_metrics,
     update_metrics,
 )
+from machinery.model import make_reference
 from machinery.ranks import RANK, WORLD_SIZE, end_process, join, leave_group
-from machinery.settings import KEYS
+from machinery.settings import KEYS, load_config
+from machinery.tasks import Question
 
 KL = {"training__kl_beta": 0.04}
 TWICE = {"training__updates_per_batch": 2, "training__clip": [0.2, 0.28]}
@@ -64,7 +66,7 @@ def update(trajectories, **overrides):
     model = make_model("gpt2", torch.float64)
     run = make_policy(model, config, gradient_as_bucket_view=True)
     if config.training.has_reference:
-        run.reference = main.Policy(main.make_reference(reference_of(model), config), config)
+        run.reference = main.Policy(make_reference(reference_of(model), config), config)
     answers = as_sampled_from(model, trajectories)
     metrics = main.learn(run, answers)[-1]
     learned = [answer for answer in answers if answer.old_log_probs is not None]
@@ -163,7 +165,7 @@ def made_up_groups():
         group = []
         for solved, reward in values:
             parts = {"right": solved, "style": reward}
-            group.append(main.Trajectory(main.Question({}, []), [0], "", False, parts, reward))
+            group.append(main.Trajectory(Question({}, []), [0], "", False, parts, reward))
         groups.append(group)
     return groups
 
@@ -311,7 +313,7 @@ def test_rewards_that_differ_and_teach_nothing_are_named():
 def test_healthy_first_steps_raise_no_false_alarm():
     """Of each kind of run there are 20 seeds, made by first_steps.py."""
     kinds = Counter()
-    configs = {kind: main.load_config(settings_of(kind, 0)) for kind in KINDS}
+    configs = {kind: load_config(settings_of(kind, 0)) for kind in KINDS}
     for record in read_jsonl(ROOT / "tests" / "first_steps.jsonl"):
         assert look_at_first_step(record, configs[record["kind"]])[-1] == NOTHING_OFF, record
         kinds[record["kind"]] += 1
@@ -395,7 +397,7 @@ def test_exchanged_rewards_are_found_where_few_groups_have_different_ones(one_ra
         for text, graded in zip(texts, reversed(texts), strict=True):
             parts = task.reward_function(graded, {})
             group.append(main.Trajectory(
-                main.Question({}, []), [0], text, False, parts, parts["style"]))
+                Question({}, []), [0], text, False, parts, parts["style"]))
         groups.append(group)
 
     assert grading_metrics(task, groups)["graded_wrongly"] == 2 / 8

@@ -27,8 +27,10 @@ import main
 from machinery import prompts
 from machinery.errors import SharedError
 from machinery.metrics import count_skipped
+from machinery.model import make_sampler, warm_up
 from machinery.passes import output_logits, pad_right, split_into_micro_batches
 from machinery.settings import is_due
+from machinery.tasks import Question
 
 pytestmark = pytest.mark.mathematics
 
@@ -164,7 +166,7 @@ def run_that_learns(model, **overrides):
     """What `main.learn` uses of a run, in its second step."""
     config = learning_config(training__learning_rate=0.1, training__warmup_steps=4, **overrides)
     run = make_policy(model, config)
-    run.sampler, run.step = main.make_sampler(model, config), 2
+    run.sampler, run.step = make_sampler(model, config), 2
     run.optimizer = torch.optim.AdamW(run.policy.parameters(), lr=0.0)
     return run
 
@@ -187,7 +189,7 @@ def test_a_step_without_signal_changes_nothing(one_rank):
     for answer in answers:
         answer.advantage = 0.0
     run = run_that_learns(make_model())
-    main.warm_up(run.policy, run.optimizer)
+    warm_up(run.policy, run.optimizer)
 
     update, = main.learn(run, answers)
 
@@ -203,7 +205,7 @@ def test_mixed_precision_computes_in_bfloat16_and_keeps_masters_in_float32(one_r
     model = make_model()
     _, expected = learn_in_plain_loops(make_trajectories(), "qwen2")
 
-    sampler = main.make_sampler(model, make_config(model__precision="mixed"))
+    sampler = make_sampler(model, make_config(model__precision="mixed"))
     learn(model, make_trajectories(), model__precision="mixed", training__learning_rate=1e-30)
 
     assert {parameter.dtype for parameter in sampler.parameters()} == {torch.bfloat16}
@@ -217,7 +219,7 @@ def test_mixed_precision_computes_in_bfloat16_and_keeps_masters_in_float32(one_r
 # ---------------------------------------------------------------- advantages
 
 def make_group(rewards: list[float]) -> list:
-    question = main.Question({}, [])
+    question = Question({}, [])
     return [main.Trajectory(question, [0], "", False, reward=reward) for reward in rewards]
 
 

@@ -34,6 +34,7 @@ from tiny_models import VOCABULARY
 
 import main
 from machinery.errors import UserError
+from machinery.model import load_model, make_reference, make_sampler, refresh_sampler
 
 LORA = ["model.lora_rank=4", "model.lora_alpha=8"]
 
@@ -41,7 +42,7 @@ LORA = ["model.lora_rank=4", "model.lora_alpha=8"]
 def with_adapters(size=0.1, **more):
     """A model whose adapters have learned something already. Fresh ones add nothing."""
     config = make_config(model__lora_rank=4, **{"model__precision": "float32", **more})
-    model, tokenizer = main.load_model(config)
+    model, tokenizer = load_model(config)
     change_adapters(model, size)
     return model.cpu().eval(), tokenizer, config
 
@@ -79,7 +80,7 @@ def test_only_the_adapters_learn_and_the_kl_term_measures_from_the_model_without
     model.zero_grad()
 
     run = make_policy(model, config)
-    run.reference = main.Policy(main.make_reference(model, config), config)
+    run.reference = main.Policy(make_reference(model, config), config)
     [metrics] = main.learn(run, trajectories)
 
     assert 1e-3 < metrics["kl"] < 0.3  # As in training.
@@ -95,11 +96,11 @@ def test_only_the_adapters_learn_and_the_kl_term_measures_from_the_model_without
 def test_the_kl_is_exactly_zero_as_long_as_nothing_was_learned(lora_rank, precision):
     config = make_config(
         model__precision=precision, model__lora_rank=lora_rank, training__kl_beta=0.1)
-    model, _ = main.load_model(config)
+    model, _ = load_model(config)
     trajectories = make_trajectories(12)
 
     logprobs, _ = main.Policy(model.train(), config)(trajectories)
-    reference = main.Policy(main.make_reference(model, config), config)
+    reference = main.Policy(make_reference(model, config), config)
     reference_logprobs, _ = reference(trajectories)
 
     assert torch.equal(reference_logprobs, logprobs) and not reference_logprobs.requires_grad
@@ -123,9 +124,9 @@ def test_a_target_that_no_layer_has_is_refused_though_others_have_theirs():
 
 def test_in_mixed_precision_what_does_not_learn_is_in_bfloat16_and_shared_with_the_sampler():
     model, _, config = with_adapters(model__precision="mixed")
-    sampler = main.make_sampler(model, config)
+    sampler = make_sampler(model, config)
     change_adapters(model)
-    main.refresh_sampler(sampler, model)
+    refresh_sampler(sampler, model)
 
     for parameter, copied in zip(model.parameters(), sampler.parameters(), strict=True):
         dtype = torch.float32 if parameter.requires_grad else torch.bfloat16

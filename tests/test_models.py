@@ -21,6 +21,7 @@ from tiny_models import names, tiny_config, tiny_model
 import main
 from machinery import check, model, prompts, sampling, settings, tasks
 from machinery.errors import UserError
+from machinery.model import find_stop_ids
 from machinery.ranks import join
 from machinery.sharding import unsharded
 
@@ -272,7 +273,7 @@ def test_a_model_that_cannot_end_an_answer_is_refused(folder_of):
     model.config.eos_token_id = model.generation_config.eos_token_id = None
 
     with pytest.raises(UserError, match="has no token that ends an answer: set eos_token_id"):
-        main.find_stop_ids(model, SimpleNamespace(eos_token_id=None))
+        find_stop_ids(model, SimpleNamespace(eos_token_id=None))
 
 
 def test_longrope_models_end_where_the_frequencies_of_all_rows_would_change():

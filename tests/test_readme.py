@@ -16,7 +16,9 @@ from processes import ROOT, ranks, run
 from torch.distributed.run import parse_args
 
 import main
+from machinery.ranks import RANK
 from machinery.settings import load_config
+from machinery.tasks import load_task
 
 pytestmark = pytest.mark.house
 README = (ROOT / "README.md").read_text()
@@ -63,7 +65,7 @@ def test_every_command_that_is_shown_has_settings_that_are_understood_and_script
         if "main.py" in command:
             config = load_config([*arguments_of(command), "model.device=null"])
             if config.task.name != "countdown":
-                main.load_task(config)
+                load_task(config)
 
 
 def test_the_task_that_docs_show_is_trained_on(own_task):
@@ -146,7 +148,7 @@ def show_first_group(folder: str, *arguments: str):
 
     def compare_and_show(groups, *others):
         answers = compare(groups, *others)
-        if main.RANK == 0:
+        if RANK == 0:
             first = [[answer.completion, answer.num_tokens, answer.reward, answer.advantage]
                      for answer in groups[0]]
             Path(folder, "group.json").write_text(json.dumps(first))

@@ -129,7 +129,7 @@ def test_a_state_of_ones_own_comes_back_on_all_ranks(tmp_path):
 
 
 @pytest.mark.parametrize("value, says", [
-    ("main.RANK", "the ranks have different values in own_state"),
+    ("RANK", "the ranks have different values in own_state"),
     ("(1, 2)", "own_state would not come back"),
     ("{1: 2}", "own_state would not come back"),
     ("run", "own_state cannot be saved as JSON")])

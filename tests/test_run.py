@@ -11,22 +11,24 @@ import transformers
 import yaml
 from conftest import (
     CHANGE,
-    SILENT_LOG,
     SMALL,
     TIMES,
     digest,
+    made_up_run,
     make_config,
     read_jsonl,
     training_steps,
     uninterrupted,
 )
 from processes import ROOT, ranks, run, torchrun
+from silent import NoFolder, SilentLog
 
 import countdown
 import main
-from machinery.ranks import end_process, join, leave_group, max_over_ranks, sum_over_ranks
-from machinery.runs import NEW, step_of
-from machinery.tasks import split
+from machinery.metrics import evaluation_metrics
+from machinery.ranks import RANK, end_process, join, leave_group, max_over_ranks, sum_over_ranks
+from machinery.runs import step_of
+from machinery.tasks import Question, grade, load_task, split
 
 # ---------------------------------------------------------------- what a run leaves behind
 
@@ -152,7 +154,7 @@ def test_no_problem_is_in_both_splits_in_whatever_order_of_its_numbers(tmp_path)
     (tmp_path / "data.jsonl").write_text("".join(lines))
     config = make_config(data__dataset=str(tmp_path / "data.jsonl"), data__num_validation=10)
 
-    rows = main.load_task(config).load(config.data.dataset, None)
+    rows = load_task(config).load(config.data.dataset, None)
     training, validation = split(rows, config)
 
     def content(rows):
@@ -184,8 +186,8 @@ def order_of_questions(num_ranks, num_per_rank, monkeypatch, seed=0):
     """What all ranks together are asked in thirty steps, of fifty questions."""
     config = make_config(training__num_samples_per_step=num_per_rank, training__seed=seed)
     rows = [{"prompt": str(i)} for i in range(50)]
-    asking = SimpleNamespace(config=config, training_rows=rows)
-    monkeypatch.setattr(main, "make_question", lambda run, row: main.Question(row, [0]))
+    asking = made_up_run(config=config, training_rows=rows)
+    monkeypatch.setattr(main, "make_question", lambda run, row: Question(row, [0]))
     monkeypatch.setattr(main, "WORLD_SIZE", num_ranks)
     order = []
     for step in range(1, 31):
@@ -211,12 +213,12 @@ def test_no_reward_can_change_the_row_that_the_next_answer_is_graded_with():
         row["nums"][0].append(7)
         return parts
 
-    task = main.load_task(make_config())
+    task = load_task(make_config())
     task.reward_function = greedy
     row = {"nums": [[3]]}
 
     for _ in range(2):
-        assert main.grade(task, "", row)["answer"] == 1.0
+        assert grade(task, "", row)["answer"] == 1.0
 
 
 # ---------------------------------------------------------------- evaluation
@@ -235,7 +237,7 @@ def wilson(share: float, n: float, side: int) -> float:
 
 def graded(value: float, row: dict | None = None, **more) -> main.Trajectory:
     parts = {"format": 0.5, "answer": float(value)}
-    return main.Trajectory(main.Question(row or {}, []), **{
+    return main.Trajectory(Question(row or {}, []), **{
         "completion_ids": [0], "completion": "", "is_truncated": False, "reward_parts": parts,
         "reward": value + 0.05, **more})
 
@@ -249,7 +251,7 @@ def test_the_interval_is_wilsons_and_never_a_point(groups, n):
     answers = [[graded(value) for value in group] for group in groups]
     share = sum(sum(group) for group in groups) / (2 * len(groups))
 
-    metrics = main.evaluation_metrics(answers, main.load_task(make_config()))
+    metrics = evaluation_metrics(answers, load_task(make_config()))
 
     assert metrics["eval/solved_low"] == pytest.approx(wilson(share, n, -1), abs=1e-9)
     assert metrics["eval/solved_high"] == pytest.approx(wilson(share, n, 1), abs=1e-9)
@@ -265,7 +267,7 @@ def test_best_of_n_and_all_means_of_an_evaluation_by_hand():
     # The best of three is what earns most, and here that is a wrong answer.
     groups[0][1].reward = 2.0
 
-    metrics = main.evaluation_metrics(groups, main.load_task(make_config()))
+    metrics = evaluation_metrics(groups, load_task(make_config()))
 
     # So many draws of 0 or 1 have as much variance as the mean over the five questions.
     variance = ((1 / 3 - .4) ** 2 + .16 + .36 + (2 / 3 - .4) ** 2 + .16) / 4
@@ -297,11 +299,11 @@ def evaluate_made_up_answers():
         REWARD_WEIGHTS={"right": 1.0}, SOLVED="right", reward_function=reward_function)
     join()
     main.sample = sample
-    main.make_question = lambda run, row: main.Question(row, [0])
-    groups = main.evaluate(SimpleNamespace(
-        config=make_config(validation__best_of_n=3), task=task, step=0, log=SILENT_LOG,
+    main.make_question = lambda run, row: Question(row, [0])
+    groups = main.evaluate(made_up_run(
+        config=make_config(validation__best_of_n=3), task=task, step=0,
         training_rows=[{"number": 9}] * 5, validation_rows=[{"number": i} for i in range(5)]))
-    if main.RANK == 0:
+    if RANK == 0:
         rewards = [[answer.reward for answer in group] for group in groups]
         assert rewards == [[0, 0, 0], [1, 0, 0], [1, 1, 0], [1, 1, 1], [1, 1, 1]]
         assert [group[0].question.row["number"] for group in groups] == [0, 1, 2, 3, 4]
@@ -321,8 +323,8 @@ def test_ranks_share_an_evaluation_and_gather_it_in_the_order_of_the_questions()
 
 def add_up_over_ranks():
     join()
-    assert sum_over_ranks({"a": main.RANK + 1, "b": -2 * main.RANK}) == {"a": 3, "b": -2}
-    assert max_over_ranks({"a": main.RANK + 1, "b": -2 * main.RANK}) == {"a": 2, "b": 0}
+    assert sum_over_ranks({"a": RANK + 1, "b": -2 * RANK}) == {"a": 3, "b": -2}
+    assert max_over_ranks({"a": RANK + 1, "b": -2 * RANK}) == {"a": 2, "b": 0}
     leave_group()
     end_process(0)
 
@@ -340,8 +342,7 @@ def test_a_step_is_adamws_with_the_betas_and_the_decay_of_the_settings(one_rank)
     betas, decay, rate = (0.5, 0.8), 0.1, 0.01
     config = make_config(training__adam_betas=betas, training__weight_decay=decay,
                          model__precision="float32", data__max_rows=300)
-    folder = SimpleNamespace(check_data=lambda *rows: None, restore=lambda *of: NEW)
-    made = main.prepare(config, folder, SILENT_LOG)
+    made = main.prepare(config, NoFolder(), SilentLog())
     weights = next(made.policy.parameters())
     made.optimizer.param_groups[0]["lr"] = rate
     expected, first, second = weights.flatten()[0].item(), 0.0, 0.0

@@ -9,11 +9,11 @@ from conftest import (
     ARCHITECTURES,
     BOUND,
     PROMPTS,
-    SILENT_LOG,
     VOCABULARY,
     clear_choices,
     gradient,
     learning_config,
+    made_up_run,
     make_config,
     make_model,
     make_policy,
@@ -29,7 +29,7 @@ from transformers import AutoTokenizer, GenerationConfig
 import main
 from machinery import sampling
 from machinery.errors import UserError
-from machinery.tasks import check_prompt_lengths, encode_prompt
+from machinery.tasks import Question, check_prompt_lengths, encode_prompt, load_task
 
 mathematics = pytest.mark.mathematics
 make_clear_model = functools.partial(make_model, spread=0.25)  # It has clear choices.
@@ -87,8 +87,8 @@ def test_what_is_sampled_depends_on_seed_step_rank_and_phase_alone(monkeypatch):
         """PyTorch's seed when a training step samples, and when an evaluation does."""
         found = []
         for phase in (main.training_step, main.evaluate):
-            run = SimpleNamespace(config=make_config(**keys), step=step, log=SILENT_LOG,
-                                  training_rows=rows, validation_rows=rows)
+            run = made_up_run(config=make_config(**keys), step=step, training_rows=rows,
+                              validation_rows=rows)
             torch.seed()
             with pytest.raises(InterruptedError):
                 phase(run)
@@ -96,7 +96,7 @@ def test_what_is_sampled_depends_on_seed_step_rank_and_phase_alone(monkeypatch):
         return found
 
     rows = [{} for _ in range(20)]
-    monkeypatch.setattr(main, "make_question", lambda run, row: main.Question(row, [0]))
+    monkeypatch.setattr(main, "make_question", lambda run, row: Question(row, [0]))
     monkeypatch.setattr(main, "sample", end)
     assert seeds(1) == seeds(1)
     different = [*seeds(1), *seeds(2), *seeds(1, training__seed=1)]
@@ -232,7 +232,7 @@ TEMPLATE = ("{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
 def test_the_chat_style_puts_the_same_question_through_the_template_and_opens_the_thinking_once(
         opening, end):
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny" / "model")
-    task = main.load_task(make_config())
+    task = load_task(make_config())
     row = {"prompt": task.generate_prompt([3, 7, 25], 88)}
     base = tokenizer.decode(encode_prompt(row, task, tokenizer, make_config()))
     tokenizer.chat_template = TEMPLATE.replace("OPENING", opening)
@@ -251,7 +251,7 @@ def test_a_prompt_without_tokens_is_an_error():
     config = make_config()
 
     with pytest.raises(UserError, match="the prompt '' has no tokens"):
-        encode_prompt({"prompt": ""}, main.load_task(config), tokenizer, config)
+        encode_prompt({"prompt": ""}, load_task(config), tokenizer, config)
 
 
 def test_the_bar_of_sampling_ends_at_its_total():

@@ -2,15 +2,14 @@
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import (
     DISTILL,
-    SILENT_LOG,
     SMALL,
     learning_config,
+    made_up_run,
     make_model,
     make_trajectories,
     relative_error,
@@ -22,7 +21,7 @@ from safetensors.torch import load_file
 
 import main
 from machinery import runs
-from machinery.model import add_adapters, make_masters
+from machinery.model import add_adapters, make_masters, make_reference, make_sampler, warm_up
 from machinery.ranks import RANK, WORLD_SIZE, end_process, join, leave_group
 from machinery.sharding import Sharded, unsharded
 
@@ -63,9 +62,9 @@ def run_with_model(shard, architecture, dtype, settings):
     make_masters(model, config)
     if config.model.gradient_checkpointing:
         model.activation_checkpointing_enable()
-    run = SimpleNamespace(config=config, model=model, log=SILENT_LOG)
-    run.sampler = main.make_sampler(model, config)
-    run.reference = main.Policy(main.make_reference(model, config), config)
+    run = made_up_run(config=config, model=model)
+    run.sampler = make_sampler(model, config)
+    run.reference = main.Policy(make_reference(model, config), config)
     wrap = Sharded if shard else torch.nn.parallel.DistributedDataParallel
     run.policy = wrap(main.Policy(model, config))
     run.optimizer = torch.optim.AdamW(run.policy.parameters())
@@ -136,7 +135,7 @@ def learn_and_save(folder: str, shard: bool, steps: list[int]):
     join()
     run = run_with_model(shard, "qwen2", FLOAT32, {
         "run__dir": folder, "run__name": "a", "training__num_samples_per_step": 6 // WORLD_SIZE})
-    main.warm_up(run.policy, run.optimizer)
+    warm_up(run.policy, run.optimizer)
     with run_folder(run.config) as folder_of_run:
         restored = folder_of_run.restore(run.model, run.optimizer)
         for run.step in steps:
