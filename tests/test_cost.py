@@ -109,8 +109,6 @@ FEW = ["training.max_steps=1", "training.num_samples_per_step=2", "data.num_vali
     pytest.param(["mistakes.py", "--gradients", str(ROOT), "no-mean", "{}/sketches", *FEW],
                  marks=pytest.mark.soak),
     pytest.param(["changed.py", "mistakes/punished", "run.dir={}", *FEW], marks=pytest.mark.soak),
-    pytest.param(["speedrun.py", "--seeds", "1", "--target", "1.0", *FEW],
-                 marks=pytest.mark.soak),
 ], ids=lambda command: command[0])
 def test_each_measurement_runs_and_ends_with_one_json_line(command, tmp_path):
     script, *arguments = [word.format(tmp_path) for word in command]
