@@ -68,8 +68,8 @@ class RunFolder:
                 self.refuse_newer_elsewhere(steps)
                 if self.config.run.name is None and not self.path.exists():
                     self.refuse_to_start_over()
-                self.lock = self.take_lock()
                 refuse_links(self.path)
+                self.lock = self.take_lock()
                 self.checkpoint = newest_checkpoint(self.path)
                 if self.checkpoint is not None:
                     self.state = read_state(self.checkpoint)
@@ -114,8 +114,6 @@ class RunFolder:
         """Returns a file. The folder belongs to this process as long as the file is open."""
         with as_user_error(f"run.dir={self.config.run.dir!r} cannot be written to", (OSError,)):
             self.path.mkdir(parents=True, exist_ok=True)
-            if (self.path / ".lock").is_symlink():
-                raise UserError(f"{self.path / '.lock'} is a link: delete it")
             lock = open(self.path / ".lock", "a", encoding="utf-8")  # noqa: SIM115
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -444,12 +442,14 @@ def refuse_differences(folder: Path, then: dict[str, Any], now: dict[str, Any]) 
 
 def refuse_links(folder: Path) -> None:
     """Refuses a folder in which we would write elsewhere: somebody else may have made it."""
-    ours = {*FILES, *MODELS, "checkpoints", "unfinished", ".mlflow"}
-    for path in folder.rglob("*"):
-        top, *_ = path.relative_to(folder).parts
-        if path.is_symlink() and top.removesuffix(".before") in ours:
-            raise UserError(f"{path} is a link, but a run's folder has to hold its own files: put "
-                            "what it points to in its place, or set run.dir to where it should be")
+    ours = {*FILES, *MODELS, "checkpoints", "unfinished", ".mlflow", ".lock"}
+    for parent, folders, files in os.walk(folder):  # It ignores what another process deletes.
+        for path in [Path(parent, name) for name in folders + files]:
+            top, *_ = path.relative_to(folder).parts
+            if path.is_symlink() and top.removesuffix(".before") in ours:
+                raise UserError(f"{path} is a link, but a run's folder has to hold its own files: "
+                                "put what it points to in its place, or set run.dir to where it "
+                                "should be")
 
 
 def newest_first(checkpoints: Path) -> list[Path]:

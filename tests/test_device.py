@@ -5,49 +5,32 @@ import sys
 
 import pytest
 import torch
-from conftest import SMALL, make_config
-from processes import ROOT, ranks, run, torchrun
+from conftest import make_config
+from processes import ranks, run
 
 from machinery import ranks as ranks_of_machinery
 from machinery import settings
 from machinery.errors import UserError
 
-# main.py, on a machine that seems to have so many GPUs.
-WITH_GPUS = """
-import runpy, sys, torch
-sys.path.insert(0, sys.argv[1])
-truth = torch.cuda.is_available, torch.cuda.device_count
-torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: int(sys.argv[2])
-import machinery.ranks
-torch.cuda.is_available, torch.cuda.device_count = truth
-sys.argv[:3] = ["main.py"]
-runpy.run_path(sys.argv[0], run_name="__main__")
+# What each of these ranks gets: (ranks of the machine, rank, GPUs, device).
+CASES = [(1, 0, 0, "cpu"), (1, 0, 1, "cuda:0"), (2, 0, 1, "cpu"), (4, 3, 8, "cuda:3"),
+         (8, 0, 4, "cpu")]
+IMPORTS = """
+import os, sys, torch
+torch.cuda.is_available = lambda: True
+for num_ranks, rank, num_gpus in eval(sys.argv[1]):
+    os.environ |= {"LOCAL_WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank)}
+    torch.cuda.device_count = lambda: num_gpus
+    sys.modules.pop("machinery.ranks", None)
+    from machinery.ranks import DEVICE
+    print(DEVICE)
 """
 
 
-def test_two_processes_and_one_gpu_train_on_the_cpu_and_say_how_to_use_it(tmp_path):
-    (tmp_path / "pretend.py").write_text(WITH_GPUS)
+def test_each_rank_has_a_gpu_of_its_own_or_none_has_one():
+    result = run(sys.executable, "-c", IMPORTS, [case[:3] for case in CASES])
 
-    result = torchrun(2, tmp_path / "pretend.py", ROOT, 1, *SMALL, "training.max_steps=0",
-                      f"run.dir={tmp_path}")
-
-    assert result.returncode == 0, result.stderr
-    [line] = [line for line in result.stdout.splitlines() if line.startswith("note: ")]
-    assert line.startswith("note: 2 processes, but 1 GPU, so this run uses the CPU; to use GPUs, "
-                           "start at most 1 on this machine. For the same batch, they need 4 ")
-    assert "in float32 on 2 x cpu" in " ".join(result.stdout.split())
-
-
-@pytest.mark.parametrize(("num_ranks", "rank", "num_gpus", "device"), [
-    (1, 0, 0, "cpu"), (1, 0, 1, "cuda:0"), (2, 0, 1, "cpu"), (4, 3, 8, "cuda:3"), (8, 0, 4, "cpu")])
-def test_each_rank_has_a_gpu_of_its_own_or_none_has_one(num_ranks, rank, num_gpus, device):
-    code = ("import torch; torch.cuda.is_available = lambda: True;"
-            f"torch.cuda.device_count = lambda: {num_gpus};"
-            "from machinery.ranks import DEVICE; print(DEVICE)")
-
-    result = run(sys.executable, "-c", code, LOCAL_WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
-
-    assert result.stdout == f"{device}\n", result.stderr
+    assert result.stdout.split() == [device for *_, device in CASES], result.stderr
 
 
 @pytest.fixture

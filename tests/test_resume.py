@@ -22,6 +22,7 @@ from processes import ranks
 
 import main
 from machinery import on_ctrl_c
+from machinery.ranks import RANK  # noqa: F401  The test of own_state names it.
 from machinery.runs import newest_first, step_of
 
 # In mixed precision the sampler has weights of its own, which a resumed run has to make anew.
@@ -180,12 +181,14 @@ def test_a_run_reads_and_writes_only_in_its_own_folder(whole, tmp_path, capsys):
     assert start(settings) == 0
     assert victim.read_text() == "mine"
 
-    (folder / "samples.jsonl").unlink()
-    (folder / "samples.jsonl").symlink_to(victim)
-    capsys.readouterr()
-    assert start([*settings, "training.max_steps=5"]) == 2
-    assert "samples.jsonl is a link" in capsys.readouterr().err
-    assert victim.read_text() == "mine"
+    for name in ("samples.jsonl", ".lock"):
+        (folder / name).rename(folder / "own")
+        (folder / name).symlink_to(victim)
+        capsys.readouterr()
+        assert start([*settings, "training.max_steps=5"]) == 2
+        assert f"{folder / name} is a link" in capsys.readouterr().err
+        assert victim.read_text() == "mine"
+        (folder / "own").replace(folder / name)
 
 
 # ---------------------------------------------------------------- the best model
