@@ -2,14 +2,14 @@
 
     python3 -m venv bench/.venv && bench/.venv/bin/pip install -r bench/requirements.txt
     .venv/bin/python bench/versus_trl.py --trl-python bench/.venv/bin/python
-        lets both take turns at the same steps, in the layouts that you name
-    bench/.venv/bin/python bench/versus_trl.py --gradients
+        runs both alternately on the same steps, in the layouts that you name
+    CUDA_VISIBLE_DEVICES= bench/.venv/bin/python bench/versus_trl.py --gradients
         compares `policy_loss` with TRL's `_compute_loss`
 
 Steps: both sides get the same 16 questions in each step, and their learning rate is practically 0,
-so both keep the same weights. Groups, length and loss (Dr. GRPO without KL) come from config.yaml
-and the keys you add. The fastest layout of each side counts. All are in memory at the same time.
-For a 135 M-parameter model, 24 GB isn't enough for that, so set --ranks 2 --passes 1.
+so both keep the same weights. The loss is Dr. GRPO without KL, and groups and lengths come from
+config.yaml and the keys you add. The fastest layout of each side counts. All are in memory at the
+same time. For a 135 M-parameter model, 24 GB isn't enough for that, so set --ranks 2 --passes 1.
 
 Gradients: both have the same weights in float64, the same answers of random tokens and different
 lengths, and the same advantages and log-probabilities. Some losses have different values by design,
@@ -46,7 +46,9 @@ from machinery.ranks import DEVICE, RANK, WORLD_SIZE, end_process, leave_group, 
 from machinery.settings import beside_main
 from machinery.tasks import Question
 
-QUESTIONS, WARM_UP = 16, 3  # questions per step, over all ranks; steps that don't count
+QUESTIONS = 16  # per step, over all ranks
+WARM_UP = 3  # steps that don't count
+MOST_STEPS = 200
 CORES = 2
 
 # ---------------------------------------------------------------- one rank of one side
@@ -75,9 +77,14 @@ def train_ours(run: main.Run) -> None:
 
 
 def train_trl(run: main.Run, passes: int) -> None:
-    """Dr. GRPO with one update per batch and no KL term, whatever the keys say."""
+    """Dr. GRPO with one update per batch and no KL term, and no other keys."""
     import datasets
     import trl
+
+    training = run.config.training
+    assert (training.learning_type, training.scale_rewards, training.loss_normalizer) == (
+        "grpo", "none", "max_length"), "TRL's side does Dr. GRPO alone"
+    assert training.updates_per_batch == 1 and training.kl_beta == run.config.model.lora_rank == 0
 
     class Turns(transformers.TrainerCallback):
         def on_step_begin(self, *_, **__):
@@ -109,7 +116,7 @@ def rows_in_order(run: main.Run) -> list[dict]:
     training = run.config.training
     order = shuffled_order(len(run.training_rows), training.seed, epoch=0)
     found = []
-    for place in order[:1000 * training.num_samples_per_step * WORLD_SIZE]:
+    for place in order[:MOST_STEPS * training.num_samples_per_step * WORLD_SIZE]:
         row = run.training_rows[place]
         prompt = run.tokenizer.decode(main.make_question(run, row).prompt_ids)
         found.append({"prompt": prompt, "row": json.dumps(row)})
@@ -118,7 +125,6 @@ def rows_in_order(run: main.Run) -> list[dict]:
 
 def trl_settings(config, passes: int) -> dict:
     training, sampling = config.training, config.sampling
-    on_gpu = DEVICE.type == "cuda"
     return {
         "per_device_train_batch_size":
             training.num_samples_per_step * training.group_size // passes,
@@ -129,7 +135,8 @@ def trl_settings(config, passes: int) -> dict:
         "weight_decay": training.weight_decay, "max_grad_norm": training.max_grad_norm or 0.0,
         "optim": "adamw_torch_fused", "loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.0,
         "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
-        "shuffle_dataset": False, "seed": training.seed, "bf16": on_gpu, "use_cpu": not on_gpu,
+        "shuffle_dataset": False, "seed": training.seed,
+        "bf16": config.model.precision == "mixed", "use_cpu": DEVICE.type == "cpu",
         "gradient_checkpointing": config.model.gradient_checkpointing,
         "model_init_kwargs": {"dtype": "float32"}, "output_dir": tempfile.mkdtemp(),
         "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
@@ -151,7 +158,7 @@ class Side:
     line on its standard input."""
 
     def __init__(self, side: str, python: str, ranks: int, passes: int, keys: list[str]):
-        threads = CORES // ranks
+        threads = max(1, CORES // ranks)
         self.name = f"{side}, {ranks} x {threads} threads, micro-batches: {passes or 'by length'}"
         self.seconds: list[float] = []
         keys = [*keys, f"training.num_samples_per_step={QUESTIONS // ranks}",
@@ -193,13 +200,14 @@ def take_turns(options: argparse.Namespace) -> None:
     for step in range(1, WARM_UP + options.pairs + 1):
         for side in ours + theirs:
             print(f"step {step:>2}  {side.name:<45} {side.take_turn():6.3f} s", flush=True)
-    for side in ours + theirs:
-        side.end()
     medians = {side.name: round(median(side.seconds[WARM_UP:]), 3) for side in ours + theirs}
-    mine, other = (min(sides, key=lambda side: medians[side.name]) for sides in (ours, theirs))
+    mine = min(ours, key=lambda side: medians[side.name])
+    other = min(theirs, key=lambda side: medians[side.name])
     ratios = [b / a for a, b in zip(mine.seconds[WARM_UP:], other.seconds[WARM_UP:])]
     print(f"\nthe fastest: {mine.name}; {other.name}")
-    print(json.dumps({"times_as_fast": round(median(ratios), 3), "seconds": medians}))
+    print(json.dumps({"times_as_fast": round(median(ratios), 3), "seconds": medians}), flush=True)
+    for side in ours + theirs:
+        side.end()
 
 
 # ---------------------------------------------------------------- gradients
@@ -229,7 +237,7 @@ def cases():
         yield f"{loss_type}, KL in the loss, second update", in_loss | TWICE, there_kl | NOT_CLIPPED
         # In a second update TRL computes this penalty again, and this trainer doesn't.
         yield (f"{loss_type}, KL in the reward, one update", in_loss | {"kl_in": "reward"},
-               there_kl | {"use_bias_correction_kl": True})
+               {**there, "beta": BETA})
     yield ("GSPO, second update",
            {**TWICE, "loss_normalizer": "sequence", "clip": (0.03, 0.04)},
            {"importance_sampling_level": "sequence", "epsilon_low": 0.03, "epsilon_high": 0.04})
@@ -336,5 +344,7 @@ if __name__ == "__main__":
         main.launch(lambda keys: be_a_side(options.side, options.passes[0], keys), options.keys)
     elif options.gradients:
         compare_gradients()
+    elif options.trl_python is None:
+        parser.error("set --trl-python, or --gradients")
     else:
         take_turns(options)

@@ -29,8 +29,8 @@ TEMPLATE = Path(__file__).with_name("one_run_page.html")
 MOST_EVALUATIONS = 13  # whose answers are shown
 MOST_CHARACTERS = 4_000_000  # of all answers
 MOST_DIFF_LINES = 200  # of a file
-# These settings say where a run is, and nothing about the experiment.
-PLACES = ("run.name", "run.dir")
+# These settings say nothing about the experiment.
+OWN_SETTINGS = ("run.name", "run.dir", "run.code")
 CODE_FILES = ("main.py", "task.py")  # A run keeps copies of the code that made it.
 
 Groups = dict[str, list[dict]]  # the answers of one evaluation, by prompt
@@ -43,7 +43,7 @@ class RunData:
 
     name: str
     settings: dict[str, Any]
-    command: str  # that repeats the run
+    command: str  # the one that repeats the run
     curves: list[Curve]  # of training steps, of evaluations, and of the answers
     code_changes: list[dict]  # where the run was resumed with different code
     evaluations: dict[int, Groups]  # by step
@@ -69,17 +69,18 @@ def read_lines(path: Path) -> list[dict]:
 
 def read_run(folder: Path) -> RunData:
     settings = read_settings(folder / "config.yaml")
-    training, evaluations, code_changes = read_metrics(folder / "metrics.jsonl")
     answers: dict[int, Groups] = {}
+    # A run writes the metrics of an evaluation before its answers, so we read them after these.
     for sample in read_lines(folder / "samples.jsonl"):
         groups = answers.setdefault(sample["step"], {})
         groups.setdefault(sample["prompt"], []).append(sample)
+    training, evaluations, code_changes = read_metrics(folder / "metrics.jsonl")
     num_ranks = read_num_ranks(folder, settings)
     code = {name: (folder / name).read_text(encoding="utf-8").splitlines() for name in CODE_FILES}
     spent = {point["step"]: point["spent"] for point in evaluations}
-    about = [describe(step, spent.get(step, 0.0), groups) for step, groups in answers.items()]
+    about = [describe(step, spent[step], groups) for step, groups in answers.items()]
     return RunData(
-        name=settings["run.name"] or folder.resolve().name,
+        name=folder.resolve().name,
         settings=settings | {"ranks": num_ranks},
         command=command_of(settings, num_ranks),
         curves=[curve_of(points) for points in (training, evaluations, about)],
@@ -97,12 +98,14 @@ def read_metrics(path: Path) -> tuple[list[dict], list[dict], list[dict]]:
     code_changes = []
     spent = 0.0
     for line in read_lines(path):
+        if "code_changed" in line:
+            names = " and ".join(line["code_changed"])
+            code_changes.append({"step": line["step"], "spent": spent, "code_changed": names})
+            continue
         spent += sum(value for name, value in line.items() if name.startswith("seconds/"))
         point = {name.removeprefix("eval/"): value for name, value in line.items()}
         point["spent"] = spent
-        if "code_changed" in line:
-            code_changes.append(point | {"code_changed": " and ".join(line["code_changed"])})
-        elif "eval/solved" in line:
+        if "eval/solved" in line:
             evaluations.append(point)
         else:
             training.append(point)
@@ -110,7 +113,7 @@ def read_metrics(path: Path) -> tuple[list[dict], list[dict], list[dict]]:
 
 
 def read_num_ranks(folder: Path, settings: dict[str, Any]) -> int | None:
-    """Returns the number of ranks, or None if the run has no checkpoint yet."""
+    """Returns the number of ranks, or None if the run has no checkpoint."""
     states = sorted(folder.glob("checkpoints/step-*/state.json"))
     if not states:
         return None
@@ -127,7 +130,7 @@ def command_of(settings: dict[str, Any], num_ranks: int | None) -> str:
         words = ["python", "main.py"]
     defaults = read_settings(ROOT / "config.yaml")
     for key, value in settings.items():
-        if key not in defaults or value != defaults[key]:
+        if key not in OWN_SETTINGS and (key not in defaults or value != defaults[key]):
             text = yaml.safe_dump(value, default_flow_style=True, width=math.inf)
             text = text.removesuffix("...\n")  # YAML puts three dots after a plain value.
             words.append(f"{key}={text.strip()}")
@@ -135,19 +138,19 @@ def command_of(settings: dict[str, Any], num_ranks: int | None) -> str:
 
 
 def describe(step: int, spent: float, groups: Groups) -> dict[str, float | None]:
-    """Returns a point with what only the answers of an evaluation can tell."""
-    lengths: dict[str, list[int]] = {"right": [], "wrong": []}
+    """Returns a point computed from the answers of an evaluation."""
+    lengths: dict[str, list[int]] = {"right": [], "other": []}
     distinct = []
     for group in groups.values():
         distinct.append(len({answer["completion"] for answer in group}) / len(group))
         for answer in group:
-            lengths["right" if answer["solved"] >= 1 else "wrong"].append(
-                answer["completion_length"])
+            kind = "right" if answer["solved"] >= 1 else "other"
+            lengths[kind].append(answer["completion_length"])
     return {
         "step": step,
         "spent": spent,
         "length of right answers": fmean(lengths["right"]) if lengths["right"] else None,
-        "length of wrong answers": fmean(lengths["wrong"]) if lengths["wrong"] else None,
+        "length of other answers": fmean(lengths["other"]) if lengths["other"] else None,
         "distinct answers to a question, as a share": fmean(distinct),
     }
 
@@ -158,8 +161,11 @@ def curve_of(points: list[dict]) -> Curve:
     return {name: [rounded(point.get(name)) for point in points] for name in names}
 
 
-def rounded(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.6g}")
+def rounded(value: Any) -> float | None:
+    """Returns None for what no curve can show, such as NaN, which JSON doesn't know."""
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(f"{value:.6g}")
 
 
 # ---------------------------------------------------------------- what differs
@@ -169,7 +175,7 @@ def differing_settings(runs: list[RunData]) -> list[list[str]]:
     rows = []
     for key in dict.fromkeys(key for run in runs for key in run.settings):
         values = [json.dumps(run.settings.get(key)) for run in runs]
-        if key not in PLACES and len(set(values)) > 1:
+        if key not in OWN_SETTINGS and len(set(values)) > 1:
             rows.append([key, *values])
     return rows
 
@@ -202,14 +208,19 @@ def thinned(items: list, most: int) -> list:
     return [items[round(i * last / (most - 1))] for i in range(most)]
 
 
+def shown_steps(run: RunData) -> list[int]:
+    """Returns the evaluations whose answers the page has room for."""
+    return thinned(list(run.evaluations), MOST_EVALUATIONS)
+
+
 def shown_questions(runs: list[RunData]) -> list[str]:
     """Returns the prompts whose answers the page has room for."""
-    prompts: dict[str, int] = {}  # the number of characters in the answers to each
+    prompts: dict[str, int] = {}  # the number of characters of each, and of the answers to it
     for run in runs:
-        for step in thinned(list(run.evaluations), MOST_EVALUATIONS):
+        for step in shown_steps(run):
             for prompt, group in run.evaluations[step].items():
                 size = sum(len(answer["completion"]) for answer in group)
-                prompts[prompt] = prompts.get(prompt, 0) + size
+                prompts[prompt] = prompts.get(prompt, len(prompt)) + size
     share = MOST_CHARACTERS / max(1, sum(prompts.values()))
     return thinned(list(prompts), max(2, int(share * len(prompts))))
 
@@ -217,10 +228,10 @@ def shown_questions(runs: list[RunData]) -> list[str]:
 def shown_run(run: RunData, prompts: list[str]) -> dict[str, Any]:
     """Returns a run as the page stores it, with the numbers of the prompts instead of their words.
     """
-    steps = thinned(list(run.evaluations), MOST_EVALUATIONS)
+    steps = shown_steps(run)
     answers = []
     for prompt in prompts:
-        # Not every evaluation asked this question.
+        # Not every run asks every question.
         groups = [run.evaluations[step].get(prompt, []) for step in steps]
         answers.append([[shown_answer(answer) for answer in group] for group in groups])
     return {
@@ -245,21 +256,23 @@ def shown_answer(answer: dict) -> list:
 
 
 def labels(prompts: list[str]) -> list[str]:
-    """Returns the prompts without what all of them begin and end with."""
-    start = len(os.path.commonprefix(prompts))
-    end = len(os.path.commonprefix([prompt[::-1] for prompt in prompts]))
-    return [prompt[start:len(prompt) - end][:200] or prompt[:200] for prompt in prompts]
+    """Returns the prompts without the words that all of them begin and end with."""
+    texts = [prompt.split() for prompt in prompts]
+    start = len(os.path.commonprefix(texts))
+    end = len(os.path.commonprefix([words[::-1] for words in texts]))
+    return [" ".join(words[start:len(words) - end] or words)[:200] for words in texts]
 
 
 def left_out(runs: list[RunData], num_shown: int) -> list[str]:
     """Returns what the page lacks, in words."""
     prompts = {prompt for run in runs for groups in run.evaluations.values() for prompt in groups}
-    num_evaluations = max(len(run.evaluations) for run in runs)
     lines = []
-    for what, there, shown in (("evaluations' answers", num_evaluations, MOST_EVALUATIONS),
-                               ("questions' answers", len(prompts), num_shown)):
-        if there > shown:
-            lines.append(f"{there - shown:,} of {there:,} {what}")
+    for run in runs:
+        num_steps = len(run.evaluations) - len(shown_steps(run))
+        if num_steps > 0:
+            lines.append(f"the answers of {num_steps} evaluations of {run.name}")
+    if len(prompts) > num_shown:
+        lines.append(f"the answers to {len(prompts) - num_shown} of {len(prompts)} questions")
     return lines
 
 
@@ -287,10 +300,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("one_run.html"))
     options = parser.parse_args(arguments)
     for folder in options.runs:
-        if not (folder / "config.yaml").exists():
-            print(f"error: {folder} is not the folder of a run: it has no config.yaml",
-                  file=sys.stderr)
-            return 2
+        for name in ("config.yaml", *CODE_FILES):
+            if not (folder / name).exists():
+                print(f"error: {folder} is not the folder of a run that has begun: it has no "
+                      f"{name}", file=sys.stderr)
+                return 2
     options.out.write_text(page([read_run(folder) for folder in options.runs]), encoding="utf-8")
     print(f"{options.out}: open it in a browser")
     return 0

@@ -1,4 +1,4 @@
-"""What stands in for a run's log and its folder if main.py is used as a library."""
+"""Stand-ins for a run's log and its folder when main.py is used as a library."""
 
 import contextlib
 import copy
@@ -10,8 +10,8 @@ from machinery.runs import NEW
 
 
 class SilentLog:
-    """Replaces logger.Logger. It prints and writes nothing, and keeps the metrics of the last step,
-    and the seconds of each phase."""
+    """Replaces logger.Logger. It prints and writes nothing. It keeps the metrics of the last step,
+    and how long each phase took the last time."""
 
     def __init__(self):
         self.seconds: dict[str, float] = {}
@@ -34,7 +34,7 @@ class SilentLog:
 
 
 class NoFolder:
-    """Replaces runs.RunFolder. There's nothing to compare, and a run begins with `state`."""
+    """Replaces runs.RunFolder. It checks nothing, and starts a run from `state`."""
 
     def __init__(self, **state: Any):
         self.state = {**copy.deepcopy(NEW), **state}

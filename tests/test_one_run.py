@@ -3,6 +3,7 @@
 import json
 import random
 import shlex
+from statistics import fmean
 
 import one_run
 import pytest
@@ -81,8 +82,13 @@ def test_the_page_shows_what_is_in_the_files_and_whatever_runs_have_written_is_t
         samples = [(sample["step"], sample["prompt"], sample["completion"], sample["solved"])
                    for sample in read_jsonl(folder / "samples.jsonl")]
         assert sorted(found) == sorted(samples)
+        last = [sample for sample in read_jsonl(folder / "samples.jsonl") if sample["step"] == 12]
+        for name, solved in (("right", 1.0), ("other", 0.0)):
+            lengths = [each["completion_length"] for each in last if each["solved"] == solved]
+            mean = pytest.approx(fmean(lengths), rel=1e-5) if lengths else None
+            assert own["curves"][2][f"length of {name} answers"][-1] == mean
     text = shown_by_chromium(page, tmp_path)
-    assert "<title>h, o</title>" in text and HOSTILE in text
+    assert "<title>h, o</title>" in text and f"{HOSTILE} 0</pre>" in text
     assert all(end in text for end in ends)
     assert "-step()\n+step()  # " + HOSTILE.splitlines()[0] in text
 
@@ -99,7 +105,7 @@ def test_the_settings_that_differ_are_told_and_the_command_makes_the_same_run(tm
     command = shlex.split(data["runs"][1]["command"])
     assert command[:3] == ["torchrun", "--nproc-per-node=2", "main.py"]
     expected = flatten(make_config(run__name="2024", **keys))
-    assert flatten(load_config(command[3:])) == expected
+    assert flatten(load_config([*command[3:], "run.name='2024'"])) == expected
 
 
 def test_code_that_differs_and_code_that_changed_during_a_run_are_told(tmp_path):
@@ -128,7 +134,7 @@ def test_code_that_differs_and_code_that_changed_during_a_run_are_told(tmp_path)
 def test_a_folder_that_is_no_run_is_one_line(tmp_path, capsys):
     assert one_run.main([str(tmp_path)]) == 2
 
-    assert "is not the folder of a run" in capsys.readouterr().err
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_answers_that_are_too_many_are_left_out_and_the_page_says_so(tmp_path, monkeypatch):
@@ -137,7 +143,8 @@ def test_answers_that_are_too_many_are_left_out_and_the_page_says_so(tmp_path, m
 
     data = data_of(page_of(write_run(tmp_path, "a")))
 
-    assert data["left_out"] == ["2 of 4 evaluations' answers", "1 of 3 questions' answers"]
+    assert data["left_out"] == ["the answers of 2 evaluations of a",
+                                "the answers to 1 of 3 questions"]
     assert data["runs"][0]["steps"] == [0, 12]
     assert data["prompts"] == ["What is 0 and one?", "What is 2 and one?"]
     assert data["labels"] == ["0", "2"]
