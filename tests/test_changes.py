@@ -377,6 +377,7 @@ def test_a_curriculum_that_was_stopped_goes_on_where_it_was(tmp_path):
 def test_what_runs_with_a_change_is_what_is_recorded():
     with changed.tree_with(["mistakes/no-mean"]) as tree:
         program = ("import main; from machinery.code import code_of;"
+                   "from machinery.settings import load_config;"
                    "print(code_of(main.main, load_config([])).texts['main.py'])")
         shown = subprocess.run([sys.executable, "-c", program], cwd=tree, text=True,
                                capture_output=True, check=True).stdout
