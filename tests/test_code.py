@@ -217,6 +217,17 @@ def test_a_run_says_that_the_machinery_has_changed_and_goes_on(tmp_path, capsys,
     assert [record["step"] for record in records if "code_changed" in record] == [1]
 
 
+def test_the_trainer_is_logger_py_and_every_file_of_machinery(tmp_path, monkeypatch):
+    (tmp_path / "machinery").mkdir()
+    monkeypatch.setattr("machinery.code.ROOT", tmp_path)
+    digests = set()
+    for name in ("logger.py", "machinery/a.py", "machinery/b.py", "machinery/a.py"):
+        (tmp_path / "logger.py").touch()
+        (tmp_path / name).write_text(f"x = {len(digests)}")
+        digests.add(code_of(main.main, make_config()).trainer)
+    assert len(digests) == 4
+
+
 def test_a_task_that_runs_is_the_text_that_is_kept(tmp_path):
     """Python would take an older version from its cache: it has the same size and time."""
     path = tmp_path / "mine.py"

@@ -111,10 +111,13 @@ def test_a_config_file_that_cannot_be_used_is_named(content, tmp_path):
 def test_the_default_name_is_made_of_what_defines_the_experiment_and_nothing_else(monkeypatch):
     name = settings.default_run_name(make_config(), CODE)
     assert re.fullmatch(rf"grpo-[0-9a-f]{{8}}-{CODE}", name)
-    for free in ({"training__max_steps": 7}, {"training__tokens_per_micro_batch": 9},
-                 {"training__shard": True}, {"sampling__max_rows": 3}, {"run__dir": "x"},
-                 {"model__check": "warn"}):
+    for free in ({"training__max_steps": 7}, {"run__dir": "x"}, {"model__check": "warn"}):
         assert settings.default_run_name(make_config(**free), CODE) == name
+    assert set(settings.KEYS) - settings.experiment(make_config()).keys() == {
+        "model.device", "model.attention", "model.gradient_checkpointing", "model.check",
+        "training.max_steps", "training.tokens_per_micro_batch", "training.shard",
+        "sampling.max_rows", "validation.every", "checkpoint.every", "run.dir", "run.name",
+        "run.code", "logging.mlflow"}
     others = [settings.default_run_name(make_config(**own), CODE) for own in (
         {"model__name": "m"}, {"training__seed": 1}, {"task__reward_weights": {"answer": 1.0}},
         {"data__validation": "x"})]

@@ -123,7 +123,9 @@ def test_a_target_that_no_layer_has_is_refused_though_others_have_theirs():
 # ---------------------------------------------------------------- what is sampled from
 
 def test_in_mixed_precision_what_does_not_learn_is_in_bfloat16_and_shared_with_the_sampler():
-    model, _, config = with_adapters(model__precision="mixed")
+    model, _, config = with_adapters(model__precision="mixed", model__lora_alpha=5)
+    adapters = model.peft_config["default"]
+    assert (adapters.r, adapters.lora_alpha) == (4, 5)
     sampler = make_sampler(model, config)
     change_adapters(model)
     refresh_sampler(sampler, model)

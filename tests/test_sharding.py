@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 import main
 from machinery import runs
 from machinery.model import add_adapters, make_masters, make_reference, make_sampler, warm_up
+from machinery.passes import measure_in_batches
 from machinery.ranks import RANK, WORLD_SIZE, end_process, join, leave_group
 from machinery.sharding import Sharded, unsharded
 
@@ -82,6 +83,8 @@ def after_four_steps(run):
             metrics += [update["loss"], update["entropy"], update["grad_norm"]]
             metrics.append(update.get("kl", 0.0))
         check_sampler(run)
+        # As `step_metrics` does. No backward pass follows it.
+        list(measure_in_batches(run.policy.module, answers, run.config.training))
     kinds = {"metrics": [torch.tensor(metrics, dtype=FLOAT64).nan_to_num()]}
     for name, tensor in runs.state_tensors(run.model, run.optimizer, run.step).items():
         _, _, kind = name.partition("/")
