@@ -49,6 +49,7 @@ def learn_both_ways():
     end_process(0)
 
 
+@pytest.mark.house
 @pytest.mark.mathematics
 def test_the_gradient_of_the_pocket_version_is_that_of_main_py():
     result = ranks(2, learn_both_ways)
