@@ -1,17 +1,16 @@
-"""GRPO (group relative policy optimization) on three screens. It trains a tiny model in two
-processes, on a CPU or on two GPUs:
+"""GRPO (group relative policy optimization) on three screens, for a CPU or two GPUs:
 
     torchrun --nproc-per-node=2 examples/pocket.py
 
 A language model answers each puzzle (like "reach 56 with 29, 30 and 3") eight times, and a program
 grades the answers. Those that are better than the average of their group become a little more
-likely, and worse ones a little less. The difference from the average is called the advantage.
+likely, and worse ones a little less.
 
 This is Dr. GRPO, a later and simpler variant. The first GRPO also divided advantages by their
 group's standard deviation and the loss by each answer's length, and punished drifting away from the
-first model. It also clipped the ratio of new to old probabilities. Here that's 1, because answers
-are used for one update only. main.py takes the same steps, and adds what a real run needs:
-settings, other models and tasks, all variants, checks and checkpoints, in a third of the time.
+first model. It also clipped how far several updates on the same answers may go, and here each
+answer is used for one. main.py takes the same steps, and adds what a real run needs: settings,
+other models and tasks, all variants, speed, checks and checkpoints.
 """
 
 import random
@@ -68,19 +67,19 @@ def log_probs_of_tokens(policy, ids, mask, start):
 
 def policy_gradient(policy, ids, mask, start, rewards):
     """Leaves the gradient of the loss in the weights' `grad`, the same in all processes."""
-    # An answer is compared with what the model usually gets for its puzzle.
+    # An answer is compared with what the model usually gets for its puzzle: this is its advantage.
     groups = rewards.view(-1, GROUP_SIZE)
     advantages = (groups - groups.mean(1, keepdim=True)).flatten()
     micro_batches = torch.arange(len(ids)).split(MICRO_BATCH)
     for batch in micro_batches:
         # In a backward pass, DistributedDataParallel replaces gradients by their mean over all
-        # processes. `no_sync` puts that off to the last pass. Until then they add up.
+        # processes. `no_sync` puts that off. They add up, until the last pass averages their sum.
         with nullcontext() if batch is micro_batches[-1] else policy.no_sync():
             log_probs = log_probs_of_tokens(policy, ids[batch], mask[batch], start)
-            # The mean reward is the sum of p * reward over all answers. As grad p = p * grad log p,
-            # its gradient is the average over samples of reward * grad log p, where log p of an
-            # answer is a sum over its tokens. Subtracting the group's mean only scales this (by
-            # 7/8, because it includes the answer itself), and removes noise.
+            # The mean reward is the sum of p * reward over all possible answers, where p is their
+            # probability. As grad p = p * grad log p, its gradient is the average over samples of
+            # reward * grad log p, and log p is a sum over tokens. The p add up to 1, so grad log p
+            # averages 0: subtracting a mean only reduces noise (ours scales the average by 7/8).
             objective = (advantages[batch, None] * log_probs * mask[batch, start:]).sum()
             # Divide by a constant: a token counts the same, whatever the length of its answer.
             (-objective / (len(ids) * MAX_TOKENS)).backward()
@@ -94,7 +93,8 @@ def main():
     # With padding on the left, all answers begin in the same column.
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny/model", padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(ROOT / "tiny/model", dtype=torch.float32)
-    policy = DistributedDataParallel(model.to(device))  # the same weights
+    policy = DistributedDataParallel(model.to(device))  # It shares the weights of `model`.
+    model.generation_config = GenerationConfig()  # `generate` would fill in what's set there.
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     questions = load(str(ROOT / "tiny/countdown.parquet"), max_rows=None)
     random.Random(0).shuffle(questions)
