@@ -4,13 +4,13 @@
 
 A language model answers each puzzle (like "reach 56 with 29, 30 and 3") eight times, and a program
 grades the answers. Those that are better than the average of their group become a little more
-likely, and worse ones a little less.
+likely, and worse ones a little less. The difference from the average is the advantage.
 
 This is Dr. GRPO, a later and simpler variant. The first GRPO also divided advantages by their
 group's standard deviation and the loss by each answer's length, and punished drifting away from the
-first model. It also clipped how far several updates on the same answers may go, and here each
-answer is used for one. main.py takes the same steps, and adds what a real run needs: settings,
-other models and tasks, all variants, speed, checks and checkpoints.
+first model (KL). It made several updates from the same answers, and clipped the probability ratio
+for that; here each answer is used for one update. main.py takes the same steps, and adds what a
+real run needs: settings, other models and tasks, all variants, speed, checks and checkpoints.
 """
 
 import random
@@ -66,8 +66,8 @@ def log_probs_of_tokens(policy, ids, mask, start):
 
 
 def policy_gradient(policy, ids, mask, start, rewards):
-    """Leaves the gradient of the loss in the weights' `grad`, the same in all processes."""
-    # An answer is compared with what the model usually gets for its puzzle: this is its advantage.
+    """Leaves the gradient of the loss in the weights' `grad`, the same in all processes. It's that
+    of fine-tuning on the model's own answers, each weighted by its advantage."""
     groups = rewards.view(-1, GROUP_SIZE)
     advantages = (groups - groups.mean(1, keepdim=True)).flatten()
     micro_batches = torch.arange(len(ids)).split(MICRO_BATCH)
@@ -78,8 +78,8 @@ def policy_gradient(policy, ids, mask, start, rewards):
             log_probs = log_probs_of_tokens(policy, ids[batch], mask[batch], start)
             # The mean reward is the sum of p * reward over all possible answers, where p is their
             # probability. As grad p = p * grad log p, its gradient is the average over samples of
-            # reward * grad log p, and log p is a sum over tokens. The p add up to 1, so grad log p
-            # averages 0: subtracting a mean only reduces noise (ours scales the average by 7/8).
+            # reward * grad log p (a sum over tokens). As all p add up to 1, grad log p averages 0:
+            # subtracting a mean only reduces noise (and scales by 7/8, as it includes the answer).
             objective = (advantages[batch, None] * log_probs * mask[batch, start:]).sum()
             # Divide by a constant: a token counts the same, whatever the length of its answer.
             (-objective / (len(ids) * MAX_TOKENS)).backward()
@@ -94,7 +94,7 @@ def main():
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny/model", padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(ROOT / "tiny/model", dtype=torch.float32)
     policy = DistributedDataParallel(model.to(device))  # It shares the weights of `model`.
-    model.generation_config = GenerationConfig()  # `generate` would fill in what's set there.
+    model.generation_config = GenerationConfig()  # It would fill in what's open above.
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     questions = load(str(ROOT / "tiny/countdown.parquet"), max_rows=None)
     random.Random(0).shuffle(questions)
