@@ -45,13 +45,11 @@ How to run it:
     torchrun --nproc-per-node=2 main.py    on two GPUs, or as two processes on a CPU
     python main.py training.seed=1         as one process, with one setting changed
 
-Do you want to hold the whole algorithm in your head first? examples/pocket.py takes the same steps
-in 120 lines, without the variants and without what makes runs safe and fast.
-
-How to read it: skim the two data classes, then read from `training_step` to the end of part 6. The
-processes are called ranks. Each one runs this file on questions of its own, and all of them hold
-the same weights. A docstring says "Collective" if the ranks exchange something in this function and
-wait for each other, so all of them have to call it.
+How to read it: for a first look, examples/pocket.py has the algorithm in 120 lines. Here, skim
+the two data classes, then read from `training_step` to the end of part 6. The processes are called
+ranks. Each one runs this file on questions of its own, and all of them hold the same weights. A
+docstring says "Collective" if the ranks exchange something in this function and wait for each
+other, so all of them have to call it.
 """
 
 import machinery  # noqa: F401, I001  First, because it prints a line before the slow imports below.

@@ -29,15 +29,7 @@ import time
 from statistics import median
 
 import changed
-from harness import (
-    ROOT,
-    load_config,
-    main,
-    make_run,
-    synchronise,
-    torch,
-    transformers,
-)
+from harness import ROOT, load_config, main, make_run, synchronise, torch, transformers
 from torch.nn.utils.rnn import pad_sequence
 
 from machinery.model import load_model
@@ -148,7 +140,8 @@ def be_a_side(side: str, passes: int, keys: list[str]) -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if side == "ours":
         train_ours(run)
-    train_trl(run, passes)
+    else:
+        train_trl(run, passes)
 
 
 # ---------------------------------------------------------------- both sides take turns

@@ -7,10 +7,9 @@ grades the answers. Those that are better than the average of their group become
 likely, and worse ones a little less. The difference from the average is the advantage.
 
 This is Dr. GRPO, a later and simpler variant. The first GRPO also divided advantages by their
-group's standard deviation and the loss by each answer's length, and punished drifting away from the
-first model (KL). It made several updates from the same answers, and clipped the probability ratio
-for that; here each answer is used for one update. main.py takes the same steps, and adds what a
-real run needs: settings, other models and tasks, all variants, speed, checks and checkpoints.
+group's standard deviation and the loss by each answer's length, and penalized drifting away from
+the first model (KL). So that several updates could use the same answers, it clipped each token's
+probability ratio (now / when sampled). main.py adds all that a real run needs.
 """
 
 import random
@@ -38,7 +37,7 @@ LEARNING_RATE = 3e-5
 
 def sample(model, tokenizer, questions, group_size):
     """Samples a group of answers to each question, and grades them. Returns ids and mask, both
-    (answers, prompt + answer), the column `start` where answers begin, and the rewards."""
+    (answers, prompt + answer), the column `start` where all answers begin, and the rewards."""
     prompts = [question["prompt"] for question in questions for _ in range(group_size)]
     inputs = tokenizer(prompts, padding=True, return_tensors="pt").to(model.device)
     settings = GenerationConfig(  # The model's own probabilities: nothing cut off, nothing scaled.
@@ -66,23 +65,25 @@ def log_probs_of_tokens(policy, ids, mask, start):
 
 
 def policy_gradient(policy, ids, mask, start, rewards):
-    """Leaves the gradient of the loss in the weights' `grad`, the same in all processes. It's that
-    of fine-tuning on the model's own answers, each weighted by its advantage."""
+    """Leaves the gradient of the loss in the weights' `grad`, the same in all processes. This is
+    fine-tuning on the model's own answers, each weighted by its advantage."""
     groups = rewards.view(-1, GROUP_SIZE)
     advantages = (groups - groups.mean(1, keepdim=True)).flatten()
     micro_batches = torch.arange(len(ids)).split(MICRO_BATCH)
     for batch in micro_batches:
         # In a backward pass, DistributedDataParallel replaces gradients by their mean over all
         # processes. `no_sync` puts that off. They add up, until the last pass averages their sum.
-        with nullcontext() if batch is micro_batches[-1] else policy.no_sync():
+        is_last = batch is micro_batches[-1]
+        with nullcontext() if is_last else policy.no_sync():
             log_probs = log_probs_of_tokens(policy, ids[batch], mask[batch], start)
             # The mean reward is the sum of p * reward over all possible answers, where p is their
-            # probability. As grad p = p * grad log p, its gradient is the average over samples of
-            # reward * grad log p (a sum over tokens). As all p add up to 1, grad log p averages 0:
-            # subtracting a mean only reduces noise (and scales by 7/8, as it includes the answer).
-            objective = (advantages[batch, None] * log_probs * mask[batch, start:]).sum()
-            # Divide by a constant: a token counts the same, whatever the length of its answer.
-            (-objective / (len(ids) * MAX_TOKENS)).backward()
+            # probability. As grad p = p * grad log p, its gradient is the mean over sampled answers
+            # of reward * grad log p. (log p of an answer is a sum over its tokens.)
+            # All p add up to 1, so the mean of grad log p is 0, and we may subtract the mean reward.
+            # That reduces noise. (It includes the answer's own reward, which only scales by 7/8.)
+            objective = advantages[batch, None] * log_probs * mask[batch, start:]
+            loss = -objective.sum() / (len(ids) * MAX_TOKENS)  # All tokens count the same.
+            loss.backward()
 
 
 def main():
@@ -90,11 +91,10 @@ def main():
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)  # Each process samples answers of its own.
     device = f"cuda:{rank}" if torch.cuda.device_count() >= world_size else "cpu"
-    # With padding on the left, all answers begin in the same column.
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny/model", padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(ROOT / "tiny/model", dtype=torch.float32)
     policy = DistributedDataParallel(model.to(device))  # It shares the weights of `model`.
-    model.generation_config = GenerationConfig()  # It would fill in what's open above.
+    model.generation_config = GenerationConfig()  # so that it adds nothing to `settings`
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     questions = load(str(ROOT / "tiny/countdown.parquet"), max_rows=None)
     random.Random(0).shuffle(questions)
@@ -109,9 +109,9 @@ def main():
         if step < MAX_STEPS:
             first = (step * world_size + rank) * NUM_QUESTIONS  # Processes take different puzzles.
             asked = [questions[(first + i) % len(questions)] for i in range(NUM_QUESTIONS)]
+            ids, mask, start, rewards = sample(model, tokenizer, asked, GROUP_SIZE)
             optimizer.zero_grad()
-            policy_gradient(policy, *sample(model, tokenizer, asked, GROUP_SIZE))
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            policy_gradient(policy, ids, mask, start, rewards)
             optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1, (step + 1) / 10)  # warm-up
             optimizer.step()
 
