@@ -79,7 +79,7 @@ def policy_gradient(policy, ids, mask, start, rewards):
             # The mean reward is the sum of p * reward over all possible answers, where p is their
             # probability. As grad p = p * grad log p, its gradient is the mean over sampled answers
             # of reward * grad log p. (log p of an answer is a sum over its tokens.)
-            # All p add up to 1, so the mean of grad log p is 0, and we may subtract the mean reward.
+            # All p add up to 1, so the mean of grad log p is 0. So we may subtract the mean reward.
             # That reduces noise. (It includes the answer's own reward, which only scales by 7/8.)
             objective = advantages[batch, None] * log_probs * mask[batch, start:]
             loss = -objective.sum() / (len(ids) * MAX_TOKENS)  # All tokens count the same.
