@@ -1,7 +1,7 @@
 """The Countdown task: combine the given numbers, each exactly once, so that they equal a target.
 
 This file is all the trainer knows about the task. Any Python file with the same names can replace
-it: set `task.name` to its path. docs/tasks.md shows a short one.
+it: set `task.name` to its path. docs/task.md shows a short one.
 
     load(dataset, max_rows)           returns the questions as rows. A row is a dictionary with a
                                       "prompt" and whatever the reward needs.

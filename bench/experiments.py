@@ -1,8 +1,8 @@
 """Runs of the tiny and the lab model, claims about the algorithm, and what came of them.
 
     .venv/bin/python bench/experiments.py
-        the tables and the pictures of README.md, docs/experiments.md and docs/changing.md, from
-        docs/runs.json, in seconds. bench/runs.py makes the runs
+        the tables and the pictures of README.md and docs/, from docs/runs.json and
+        docs/costs.json, in seconds. bench/runs.py makes the runs
 
 A claim says which of two runs has more of something at the last evaluation. Its effect is the
 difference between the means over all seeds. The verdict uses the wider of two 95 % intervals, one
@@ -358,31 +358,12 @@ def table_of_claims(known: dict) -> str:
         unit = UNITS[claim.metric]
         rows.append([says, f"{claim.more}: {effect.more:.{digits}f}{unit}",
                      f"{claim.less}: {effect.less:.{digits}f}{unit}",
-                     *cells_of(effect, digits)])
-    return table(["claim", "should have more", "should have less", *COLUMNS], rows)
+                     difference_of(effect, digits), effect.verdict])
+    return table(["claim", "should have more", "should have less", "difference", "verdict"], rows)
 
 
-def guesses_about_claims(known: dict) -> str:
-    """Returns how many of our guesses were right."""
-    expected = PLAN["expected"]["claims"]
-    # Of this one we already knew both runs.
-    known_before = {DEFAULT, STANDARD_DEVIATION}
-    claims = [claim for claim in CLAIMS if {claim.more, claim.less} != known_before]
-    right = sum(effect_of(claim, known).verdict == expected[claim.says] for claim in claims)
-    return (f"Before the new runs, but after similar ones with other held-out questions, we had "
-            f"guessed {right} of {len(claims)} verdicts right.")
-
-
-COLUMNS = ["difference", "± seeds", "± questions", "verdict"]
-
-
-def cells_of(effect: Effect, digits: int) -> list[str]:
-    """Returns what the columns say about an effect."""
-    questions = "" if effect.questions is None else f"{effect.questions:.{digits}f}"
-    verdict = effect.verdict
-    if verdict == "could be chance":
-        verdict += f", up to {effect.difference + effect.half_width:.{digits}f} could hide"
-    return [f"{effect.difference:+.{digits}f}", f"{effect.seeds:.{digits}f}", questions, verdict]
+def difference_of(effect: Effect, digits: int = 3) -> str:
+    return f"{effect.difference:+.{digits}f} ± {effect.half_width:.{digits}f}"
 
 
 def mean_curve(run: str, known: dict) -> list[float]:
@@ -456,37 +437,18 @@ HIGHER = {"holds": "higher", "the opposite": "lower"}
 
 def table_of_changes(known: dict) -> str:
     """Returns where the changes of changes/ end, beside the default."""
-    rows = [["the default", curve_of(DEFAULT, known), "", "", "", "", ""]]
+    rows = [["the default", curve_of(DEFAULT, known), "", ""]]
     for name in CHANGES:
-        expected = expected_of(name)
-        if name in PLAN["one seed"]:
-            cells = ["", "", "", "the default's answers"]
-        else:
+        cells = ["", "the default's answers"]
+        if name not in PLAN["one seed"]:
             effect = effect_of(higher_than_default(name), known)
-            lowest = effect.difference - effect.half_width
-            highest = effect.difference + effect.half_width
-            chance = f"could be chance, from {lowest:+.3f} to {highest:+.3f}"
-            cells = [*cells_of(effect, 3)[:-1], HIGHER.get(effect.verdict, chance)]
-        rows.append([name, curve_of(name, known), *cells, HIGHER.get(expected, expected)])
-    columns = [*COLUMNS[:-1], "ends higher?", "we expected"]
-    return table(["change", "solved at steps 0, 20, 40 and 60", *columns], rows)
-
-
-def guesses_about_changes(known: dict) -> str:
-    """Returns how many of our guesses were right, after seed 0 and before the others."""
-    several = [name for name in CHANGES if name not in PLAN["one seed"]]
-    right = 0
-    for name in several:
-        right += effect_of(higher_than_default(name), known).verdict == expected_of(name)
-    return f"{right} of these {len(several)} guesses were right"
+            cells = [difference_of(effect), HIGHER.get(effect.verdict, effect.verdict)]
+        rows.append([name, curve_of(name, known), *cells])
+    return table(["change", "solved at steps 0, 20, 40 and 60", "difference", "ends higher?"], rows)
 
 
 def higher_than_default(change: str) -> Claim:
     return Claim(f"{change} ends higher than the default", "", SOLVED, change, DEFAULT)
-
-
-def expected_of(change: str) -> str:
-    return PLAN["expected"]["ends higher than the default"][change]
 
 
 def curve_of(run: str, known: dict) -> str:
@@ -527,12 +489,82 @@ def table_of_runs(known: dict) -> str:
     return table(["run", "seeds", "solved at each evaluation", *OTHERS], rows)
 
 
+# {what differs from the lab model's default: its run}
+SETTINGS = {
+    "learning rate 1e-6 instead of 5e-5": "slow",
+    "weights in bfloat16": "bfloat16",
+    "`scale_rewards=group`, with a reward for the format": STANDARD_DEVIATION,
+    "`learning_type=sil`, with a reward for the format": SIL,
+    "four updates per batch at twice the rate, without `clip`": "four updates",
+    "four updates per batch at twice the rate, with `clip`": "four updates, clipped",
+    "sampling and learning at temperature 0.6, top-p 0.95 and top-k 20": "hot",
+    "all keys of GRPO as published, with a reward for the format": PUBLISHED,
+    "groups of 2": "G = 2",
+    "groups of 32": "G = 32",
+    "`kl_beta=0.02`": "KL 0.02 in the reward",
+    "`loss_normalizer=sequence`": ANSWER_LENGTH,
+    "no reward for the format": ANSWER_PAYS,
+}
+
+
+def table_of_settings(known: dict) -> str:
+    """Returns what one setting changes at the end, the largest effect first."""
+    effects = {}
+    for setting, run in SETTINGS.items():
+        effects[setting] = effect_of(Claim("", "", SOLVED, run, DEFAULT), known)
+    rows = []
+    for setting in sorted(effects, key=lambda each: -abs(effects[each].difference)):
+        effect = effects[setting]
+        note = "could be chance" if effect.verdict == "could be chance" else ""
+        rows.append([setting, f"{effect.more:.3f}", difference_of(effect), note])
+    return table(["what differs", "solved", "difference from the default", ""], rows)
+
+
+COSTS = ROOT / "docs" / "costs.json"
+# What the page calls the runs with these titles.
+COSTED = {"tiny": "the tiny model, puzzles with three numbers",
+          "lab": "the lab model, harder puzzles",
+          "smollm2": "SmolLM2-135M-Instruct, sums of two numbers",
+          "smollm2-lora": "SmolLM2-135M-Instruct with LoRA, sums of two numbers",
+          "qwen2.5-coder": "Qwen2.5-Coder-0.5B-Instruct with LoRA, sums of three numbers"}
+
+
+def table_of_costs(known: dict) -> str:
+    """Returns what it took until half and nine in ten answers were right: for each figure, the
+    middle one of the seeds."""
+    costs = json.loads(COSTS.read_text())
+    rows = []
+    for name, kind in COSTED.items():
+        curves = [record["curve"] for record in records_of(name, costs)]
+        first, last = [statistics.fmean(curve[place][SOLVED] for curve in curves)
+                       for place in (0, -1)]
+        row = [kind, f"{first:.2f} → {last:.2f}"]
+        for share in (0.5, 0.9):
+            reached = [reaching(share, curve) for curve in curves]
+            row.append(cost_in_words([each for each in reached if each], len(curves)))
+        rows.append(row)
+    return table(["model and task", "solved", "half are right after", "nine in ten after"], rows)
+
+
+def reaching(share: float, curve: list[dict]) -> dict | None:
+    """Returns the first evaluation that solves this share, if any does."""
+    return next((entry for entry in curve if entry[SOLVED] >= share), None)
+
+
+def cost_in_words(reached: list[dict], seeds: int) -> str:
+    if 2 * len(reached) < seeds:
+        return "not reached"
+    answers, tokens, seconds = [statistics.median(entry[name] for entry in reached)
+                                for name in ("answers", "tokens", "seconds")]
+    return f"{answers:,.0f} answers, {tokens / 1e6:.2f} M tokens, {seconds / 60:.1f} min"
+
+
 # {page: what it has of the results}
 TABLES = {
     "README.md": [table_of_methods],
-    "docs/experiments.md": [noise_of_evaluation, table_of_claims, guesses_about_claims,
-                            table_of_losses, table_of_teachers],
-    "docs/changing.md": [table_of_changes, guesses_about_changes],
+    "docs/read.md": [table_of_costs, table_of_settings],
+    "docs/evidence.md": [noise_of_evaluation, table_of_claims, table_of_losses, table_of_teachers,
+                         table_of_changes],
 }
 
 # ---------------------------------------------------------------- pictures

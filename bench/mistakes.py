@@ -5,18 +5,13 @@
     .venv/bin/python bench/mistakes.py --guess
         trains the lab model with one that it doesn't name, and says at the end which it was
     .venv/bin/python bench/mistakes.py --table
-        the tables and the picture of docs/mistakes.md, from docs/runs.json and
-        docs/gradients.json
-    .venv/bin/python bench/mistakes.py --measure no-mean
-        measures its gradient (all that the file lacks, if you name none)
+        the tables and the picture of docs/evidence.md, from docs/runs.json
 
 bench/runs.py makes the runs."""
 
 import contextlib
 import json
-import os
 import random
-import subprocess
 import sys
 import textwrap
 from dataclasses import dataclass, replace
@@ -74,7 +69,7 @@ def guess(arguments: list[str]) -> int:
     """Trains with a mistake that costs something, or with none, and without checks that would end
     the run. The report of step 1 may still give a hint."""
     hidden = ["default"]
-    for row in rows_of(*results()):
+    for row in rows_of(results()):
         mistake = MISTAKES[row.name]
         # A mistake without code would be visible in config.yaml. Some only show on several ranks.
         if row.costs in COLOURS and mistake.has_code and mistake.ranks == 1:
@@ -127,30 +122,9 @@ def run_measured(tree: str, name: str, arguments: list[str]) -> None:
     main.launch(main.main)
 
 
-# ---------------------------------------------------------------- its gradient
+# ---------------------------------------------------------------- its record
 
-def write_gradients(tree: str, name: str, path: str, arguments: list[str]) -> None:
-    import_main(tree)
-    import gradients
-    import harness
-
-    run = harness.make_run([*arguments, *MISTAKES[name].keys, "training.max_grad_norm=null"])
-    sketches = gradients.gradients_of(run, harness.main.training_step)
-    if harness.RANK == 0:
-        harness.torch.save(sketches, path)
-    harness.finish({"gradients": path})
-
-
-# ---------------------------------------------------------------- all of them
-
-GRADIENTS = ROOT / "docs" / "gradients.json"
-RUNS = ROOT / "runs" / "mistakes"
 STEPS = 60
-BEFORE, AFTER = "before training", "after 20 steps"
-MODELS = {BEFORE: ROOT / "tiny" / "lab" / "model", AFTER: RUNS / "lab-20" / "best"}
-# These only show while weights move, but while a gradient is measured, the weights stay put. And
-# `hot` is only compared.
-NO_GRADIENT = ("stale", "staler", "slow", "bfloat16-slow", "forgetful", "hot")
 
 
 def command_of(name: str, tree: str) -> list[str]:
@@ -175,54 +149,6 @@ def record_of(name: str, seed: int, out: str) -> dict:
     return record
 
 
-def gradient_figures(name: str, model: str) -> dict:
-    """Returns what docs/gradients.json holds of a gradient."""
-    import gradients
-
-    return gradients.figures_of(sketches_of(name, model), sketches_of("default", model))
-
-
-def sketches_of(name: str, model: str):
-    """Returns the sketches of its batches, (batches, buckets). They're only made once."""
-    import torch
-
-    path = RUNS / f"{name} {model}.pt"
-    if not path.exists():
-        ranks = MISTAKES[name].ranks
-        keys = [f"model.name={json.dumps(str(MODELS[model]))}",
-                f"training.num_samples_per_step={QUESTIONS // ranks}"]
-        with tree_past_the_checks(name) as tree:
-            words = ["bench/mistakes.py", "--gradients", str(tree), name, str(path), *LAB, *keys]
-            run_python(changed.command_with(ranks, words))
-    return torch.load(path)
-
-
-def run_python(words: list[str]) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run(words, cwd=ROOT, env=environment, check=True,
-                   stdout=subprocess.DEVNULL)
-
-
-def measure_missing(names: list[str]) -> None:
-    import kept
-
-    RUNS.mkdir(parents=True, exist_ok=True)
-    names = ["default", *(names or [*MEASURED, *COMPARED])]
-    gradients = {}
-    for model in MODELS:
-        for name in names:
-            if name not in NO_GRADIENT:
-                gradients[f"{name} {model}"] = (name, model)
-    if gradients.keys() <= kept.read(GRADIENTS).keys():
-        return
-    if not (RUNS / "lab-20" / "summary.json").exists():
-        run_python([sys.executable, "main.py", *LAB, "training.max_steps=20", "run.name=lab-20",
-                    "run.dir=runs/mistakes"])
-    for model in MODELS:
-        sketches_of("default", model)  # The others are compared with it.
-    kept.run_missing(GRADIENTS, gradients, lambda each: gradient_figures(*each))
-
-
 # ---------------------------------------------------------------- the table and the picture
 
 @dataclass(frozen=True)
@@ -231,17 +157,16 @@ class Row:
     effect: Any  # experiments.Effect: the mistake less the default
     ends: list[float]  # what each seed solves in the end
     costs: str
-    cosines: list[list | None]  # of the expected gradient, with half of its interval
 
 
-def results() -> tuple[dict, dict]:
-    """Returns the runs, and the gradients."""
+def results() -> dict:
+    """Returns the runs."""
     import experiments
 
-    return json.loads(experiments.DATA.read_text()), json.loads(GRADIENTS.read_text())
+    return json.loads(experiments.DATA.read_text())
 
 
-def rows_of(runs: dict, gradients: dict) -> list[Row]:
+def rows_of(runs: dict) -> list[Row]:
     """Returns a row for each mistake, the costliest first."""
     import experiments
 
@@ -249,10 +174,8 @@ def rows_of(runs: dict, gradients: dict) -> list[Row]:
     for name in [*MEASURED, *COMPARED]:
         claim = experiments.Claim("", "", "solved", more=name, less=experiments.DEFAULT)
         effect = experiments.effect_of(claim, runs)
-        figures = [gradients.get(f"{name} {model}", {}) for model in MODELS]
-        cosines = [each.get("cosine of many batches") for each in figures]
         ends = [record["curve"][-1]["solved"] for record in experiments.records_of(name, runs)]
-        rows.append(Row(name, effect, ends, cost_of(name, effect, runs), cosines))
+        rows.append(Row(name, effect, ends, cost_of(name, effect, runs)))
     return sorted(rows, key=lambda row: row.effect.more)
 
 
@@ -278,30 +201,19 @@ def gain_of(run: str, runs: dict) -> float:
     return experiments.mean_curve(run, runs)[-1] - before
 
 
-def show_costs(rows: list[Row], runs: dict) -> None:
-    print("| mistake | how much of the gain it costs | what the run reports |\n|" + " --- |" * 3)
+# What the table calls a cost, if it has another name there.
+IN_WORDS = {"everything": "most", "something": "part"}
+
+
+def show_costs(rows: list[Row]) -> None:
+    print("| mistake | solved | difference | of the gain, it costs | what the run reports |\n|"
+          + " --- |" * 5)
     for row in rows:
         facts = MISTAKES[row.name].facts
-        print(f"| `{row.name}`, {facts['fault']} | {cost_in_words(row, runs)} "
-              f"| {facts.get('shown by', 'nothing')} |")
-
-
-# What the tables call a cost, if it has another name there.
-IN_WORDS = {"everything": "most of it", "something": "part of it"}
-
-
-def cost_in_words(row: Row, runs: dict) -> str:
-    effect = row.effect
-    difference = f"{effect.difference:+.3f} ± {effect.half_width:.3f}"
-    cost = IN_WORDS.get(row.costs, row.costs)
-    words = f"{cost}: {effect.more:.3f} ({difference})"
-    if row.costs == "could be chance":
-        words += f"; up to {effect.half_width - effect.difference:.3f} could hide"
-    if len(row.ends) != 3:
-        words += f"; {len(row.ends)} seeds"
-    if row.name in WAY_OF:
-        words += f". {evaluated_as_it_samples(row.name, runs)}"
-    return words
+        seeds = "" if len(row.ends) == 3 else f", {len(row.ends)} seeds"
+        print(f"| `{row.name}`, {facts['fault']} | {row.effect.more:.3f}{seeds} "
+              f"| {row.effect.difference:+.3f} ± {row.effect.half_width:.3f} "
+              f"| {IN_WORDS.get(row.costs, row.costs)} | {facts.get('shown by', 'nothing')} |")
 
 
 def evaluated_as_it_samples(name: str, runs: dict) -> str:
@@ -312,55 +224,18 @@ def evaluated_as_it_samples(name: str, runs: dict) -> str:
     default = [record["as sampled"][WAY_OF[name]]
                for record in experiments.records_of(experiments.DEFAULT, runs)]
     half_width = experiments.between_seeds(own, default)
-    return (f"Evaluated as it samples: {fmean(own):.3f}, and the default that way "
-            f"{fmean(default):.3f} ({fmean(own) - fmean(default):+.3f} ± {half_width:.3f})")
+    return (f"`{name}` solves {fmean(own):.3f}, and the default {fmean(default):.3f} "
+            f"({fmean(own) - fmean(default):+.3f} ± {half_width:.3f})")
 
 
-def show_cosines(rows: list[Row]) -> None:
-    print("| mistake | cosine before training | for the default's model after 20 steps |\n|"
-          + " --- |" * 3)
-    others = []
-    for row in rows:
-        if not any(row.cosines):
-            continue
-        if any(map(is_below_1, row.cosines)):
-            print(f"| `{row.name}` | {' | '.join(map(as_text, row.cosines))} |")
-        else:
-            others.append(f"`{row.name}`")
-    print(f"\nNo difference from 1 could be seen for {', '.join(others)}.")
-
-
-def is_below_1(cosine: list | None) -> bool:
-    """Returns whether its interval excludes 1, or noise hides the cosine."""
-    if cosine is None:
-        return False
-    value, half = cosine
-    if value is None:
-        return True
-    rounding = 0.005  # The table has two digits.
-    return value + max(half, rounding) < 1
-
-
-def as_text(cosine: list | None) -> str:
-    if cosine is None:
-        return ""
-    value, half = cosine
-    return "lost in noise" if value is None else f"{value:.2f} ± {half:.2f}"
-
-
-def show_tables(runs: dict, gradients: dict) -> None:
-    """Prints what docs/mistakes.md has of the results, with an empty line between two tables."""
-    rows = rows_of(runs, gradients)
-    controls = [row for row in rows if row.name in COMPARED]
-    wrong = [row for row in rows if row.name not in COMPARED]
-    show_costs(wrong, runs)
-    num_right = sum(MISTAKES[row.name].facts["expected"] == row.costs for row in wrong)
-    num_by_chance = sum(row.costs == "could be chance" for row in wrong)
-    print(f"\nBefore the first runs of each mistake, we had guessed {num_right} of {len(wrong)} "
-          f"costs right, by today's rule (always guessing chance gets {num_by_chance}).\n")
-    show_costs(controls, runs)
+def show_tables(runs: dict) -> None:
+    """Prints what docs/evidence.md has of the results, with an empty line between two parts."""
+    rows = rows_of(runs)
+    show_costs([row for row in rows if row.name not in COMPARED])
     print()
-    show_cosines(rows)
+    show_costs([row for row in rows if row.name in COMPARED])
+    print(f"\nEvaluated with their own sampling settings, {evaluated_as_it_samples('hot', runs)}, "
+          f"while {evaluated_as_it_samples('hot-loss', runs)}.")
 
 
 COLOURS = {"everything": "#d55e00", "something": "#e69f00"}
@@ -398,14 +273,10 @@ def command(words: list[str]) -> int:
         return guess(rest)
     if first == "--train":
         run_measured(*rest[:2], rest[2:])
-    elif first == "--gradients":
-        write_gradients(*rest[:3], rest[3:])
-    elif first == "--measure":
-        measure_missing(rest)
     elif first == "--table":
-        runs, gradients = results()
-        show_tables(runs, gradients)
-        draw(rows_of(runs, gradients), runs, ROOT / "docs" / "mistakes.png")
+        runs = results()
+        show_tables(runs)
+        draw(rows_of(runs), runs, ROOT / "docs" / "mistakes.png")
     else:
         print(__doc__)
         return bool(words)

@@ -7,6 +7,8 @@
         what docs/runs.json has, and what it lacks
     .venv/bin/python bench/runs.py 'G = 2 seed 0' 'dropout seed 1'
         makes these runs in runs/again, in minutes, and compares each with ours
+    .venv/bin/python bench/runs.py --cost 'tiny seed 0' runs/<name>
+        keeps what a run needed for what it solved, in docs/costs.json
 
 bench/plan.json has the protocol, and what we expected. It was committed before any result that
 wasn't known already, but for the seeds that its own rule added. bench/experiments.py and
@@ -14,6 +16,7 @@ bench/mistakes.py show what came of it."""
 
 import argparse
 import sys
+from pathlib import Path
 
 import experiments
 import kept
@@ -53,6 +56,25 @@ def record_of(name: str, seed: int, out: str = OUT) -> dict:
     if name in mistakes.MISTAKES:
         return mistakes.record_of(name, seed, out)
     return experiments.record_of(name, seed, out)
+
+
+# ---------------------------------------------------------------- what a run costs
+
+def cost_of(folder: Path) -> dict:
+    """Returns what the steps before each evaluation needed, and what it solved. The seconds are
+    those of the steps: evaluations and the start aren't part of them."""
+    spent = {"answers": 0, "tokens": 0, "seconds": 0.0}
+    curve = []
+    for entry in kept.read_lines(folder / "metrics.jsonl"):
+        if "reward" in entry:
+            spent["answers"] += round(entry["tokens"] / entry["completion_length"])
+            spent["tokens"] += int(entry["tokens"])
+            spent["seconds"] += sum(value for name, value in entry.items()
+                                    if name.startswith("seconds/"))
+        else:
+            curve.append({"step": entry["step"], SOLVED: round(entry["eval/solved"], 4), **spent,
+                          "seconds": round(spent["seconds"], 1)})
+    return {"commit": experiments.commit(), "curve": curve}
 
 
 # ---------------------------------------------------------------- the command
@@ -102,8 +124,13 @@ def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--out", default="runs/again", help="folder of runs made again")
+    parser.add_argument("--cost", nargs=2, metavar=("'NAME seed SEED'", "FOLDER"))
     parser.add_argument("run", nargs="*", metavar="'NAME seed SEED'")
     options = parser.parse_args(words)
+    if options.cost:
+        title, folder = options.cost
+        kept.keep(experiments.COSTS, title, cost_of(Path(folder)))
+        return
     for title in options.run:
         if title not in wanted:
             parser.error(f"there is no run {title!r}. --list has all of them")

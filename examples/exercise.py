@@ -198,7 +198,7 @@ def exercise(arguments: list[str]) -> int:
         print(f"In {folder}/main.py, {len(DEFAULT + VARIANTS)} functions are empty. Their "
               "docstrings say what they do.\nBegin with `compare_with_group` and `policy_loss`: "
               "they are Dr. GRPO, the default.\nThe others are variants, at the end of the file. "
-              "README and docs/loss.md explain them.\nRun this command again to see how far "
+              "README and docs/change.md explain them.\nRun this command again to see how far "
               "you've got.")
         return 0
     print(f"testing {folder}/, 10 to 30 seconds ... (to start over, delete it)", flush=True)

@@ -336,7 +336,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 def check_options(options: argparse.Namespace) -> None:
     if (options.model / "adapter_config.json").exists():
         raise UserError(f"{options.model} holds adapters: first turn them into a plain model, as "
-                        "described in docs/models.md under After LoRA")
+                        "described in docs/run.md under After LoRA")
     if options.all is not None and (options.all < 1 or options.question):
         raise UserError("--all N averages over training questions: set N to 1 or more, and ask no "
                         "question")

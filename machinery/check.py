@@ -65,10 +65,10 @@ def check_model(
                     f"{allowed:.2g} is allowed for rounding")
             if not compared.may_be_meant:
                 raise UserError(f"{name} cannot be trained here: {line} "
-                                "(docs/models.md#which-models-work)")
+                                "(docs/run.md#which-models-work)")
             if config.model.check == "refuse":
                 raise UserError(f"{name} cannot be trained here: {line} "
-                                "(docs/models.md#which-models-work). If you have edited main.py "
+                                "(docs/run.md#which-models-work). If you have edited main.py "
                                 "and this is intended, set model.check=warn")
             tell(f"{line}. Because of model.check=warn, the run goes on")
 

@@ -1,6 +1,6 @@
 """The instruments: what's measured in a step and in an evaluation, and what the first step says.
 
-They change nothing. docs/numbers.md says what each number means."""
+They change nothing. docs/read.md says what each number means."""
 
 import math
 import resource
@@ -20,7 +20,7 @@ from machinery.settings import Config, TrainingSettings, is_due
 from machinery.sharding import unsharded
 from machinery.tasks import Task, grade
 
-# At this mean gap (in nats) or more, sampler and policy are different models (docs/numbers.md).
+# At this mean gap (in nats) or more, sampler and policy are different models (docs/read.md).
 LARGE_GAP = {"float32": 1e-3, "mixed": 0.05, "bfloat16": 0.05}
 MOVED = 1e-6  # A token moved if its log-probability changed by more than this.
 GROUPS_GRADED_AGAIN = 4  # on each rank, with two answers of each group

@@ -50,7 +50,7 @@ def load_folder(
     with as_user_error(
             f"{key}={name!r} cannot be loaded with model.attention={config.model.attention!r}: "
             f"set {key} to a folder with a model and its tokenizer, or to a hub id that can be "
-            "reached from here (docs/models.md#which-models-work)"):
+            "reached from here (docs/run.md#which-models-work)"):
         # With trust_remote_code=None the library would ask, and wait for a reply.
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         model, loading_info = load_weights(name, dtype, to_device, config)

@@ -147,7 +147,7 @@ def refuse_unusable_gpu() -> None:
         remedy = (f"update its driver, because CUDA {torch.version.cuda} needs a newer one, or "
                   "install a PyTorch build for an older CUDA")
     raise UserError(f"PyTorch {torch.__version__} cannot use this machine's GPU: {remedy} "
-                    "(docs/hardware.md#the-driver). It may also be that CUDA_VISIBLE_DEVICES names "
+                    "(docs/run.md#the-driver). It may also be that CUDA_VISIBLE_DEVICES names "
                     "a GPU that does not exist, or that a container was started without --gpus "
                     "all or --nv. To train on the CPU, set CUDA_VISIBLE_DEVICES=")
 

@@ -235,7 +235,7 @@ def check_values(values: dict[str, Any], own_keys: Sequence[str] = ()) -> Config
         diff = NOW_DIFFS.get(f"{key}={value}")
         if diff:
             raise UserError(f"{key}={value} is no longer a setting: leave it out, and run git "
-                            f"apply changes/{diff} (docs/changing.md#all-changes)")
+                            f"apply changes/{diff} (docs/change.md#all-changes)")
         if key in ("training.ratio", "training.mask_truncated"):
             raise UserError(f"{key}={value}: this is no longer a key, and it changes nothing: "
                             "leave it out")
@@ -260,7 +260,7 @@ def check_values(values: dict[str, Any], own_keys: Sequence[str] = ()) -> Config
             f"training.max_steps={training.max_steps}: with training.decay_steps="
             f"{training.decay_steps}, the learning rate is 0 from step {last + 1} onwards. Set "
             f"training.max_steps to at most {last}, or raise training.decay_steps "
-            "(docs/running.md#stop-and-resume)")
+            "(docs/run.md#stop-and-resume)")
     return config
 
 

@@ -1,5 +1,5 @@
 """Which architectures are right here? Tries tiny random models of all that transformers knows, and
-prints what docs/models.md says of each.
+prints what docs/architectures.json says of each.
 
     .venv/bin/python tests/architectures.py            all of them
     .venv/bin/python tests/architectures.py lfm2 opt   these alone

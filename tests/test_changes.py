@@ -40,6 +40,7 @@ from conftest import (
 from processes import ROOT, ranks
 from torch.distributed.run import parse_args
 
+import countdown
 import main
 from machinery.code import MAIN, digest_of
 
@@ -72,7 +73,7 @@ def test_a_change_is_short_and_says_what_it_is(name):
     added = [line for line in lines if line.startswith("+") and not line.startswith("+++")]
     assert len(added) <= MOST_LINES.get(name, 15)
     assert set(changed.facts_of(changed.all_changes()[name])) >= FACTS
-    page = (ROOT / "docs" / "changing.md").read_text()
+    page = (ROOT / "docs" / "change.md").read_text()
     assert f"[{name}](../changes/{name}.diff) | {len(added)} |" in page
 
 
@@ -188,6 +189,38 @@ def test_two_steps_on_two_ranks_with_a_change_and_nothing_false_is_said(name, tm
     feedback = "</answer>\nThis is wrong. Try again.\n<think>\n"
     has_second_turns = any(sample["prompt"].endswith(feedback) for sample in samples)
     assert has_second_turns == (name == "two-turns")
+
+
+def run_with_tool_call(folder: str, *arguments: str):
+    """For `ranks`: main.py with two turns, and with the `reply_to` that docs/task.md shows."""
+    tempfile.tempdir = folder
+    page = (ROOT / "docs" / "task.md").read_text()
+    tool_call = re.search(r"```python\n(def reply_to.*?)```", page, re.DOTALL)[1]
+    with changed.tree_with(["two-turns"]) as tree:
+        path = tree / "main.py"
+        before, after = path.read_text().split("def reply_to", 1)
+        rest = after.partition("def second_turns")[2]
+        text = f"{before}{tool_call}\n\ndef second_turns{rest}"
+        imports = "import math\nimport re\nimport countdown\n"
+        path.write_text(text.replace("import math\n", imports, 1))
+        sys.path.insert(0, str(tree))
+        del sys.modules["main"]
+        conftest.main = importlib.import_module("main")
+        run_without_curves(f"run.dir={folder}", *arguments)
+
+
+def test_the_tool_call_of_the_page_tells_the_model_what_its_expression_makes(tmp_path):
+    result = ranks(1, run_with_tool_call, str(tmp_path), "run.name=a", "training.max_steps=1",
+                   "training.num_samples_per_step=2", "data.num_validation=8")
+
+    assert result.returncode == 0, result.stderr
+    prompts = [sample["prompt"] for sample in read_jsonl(tmp_path / "a" / "samples.jsonl")]
+    said = [re.search(r"\nThat makes (.*?)\. Try again\.\n<think>\n$", each) for each in prompts]
+    assert any(said)
+    for prompt, made in zip(prompts, said, strict=True):
+        if made:
+            expression = re.findall("<answer>(.*?)</answer>", prompt)[-1]
+            assert str(countdown.evaluate_expression(expression)) == made[1]
 
 
 # ---------------------------------------------------------------- their formulas

@@ -20,7 +20,7 @@ from conftest import (
     make_trajectories,
     sample,
 )
-from processes import ROOT, ranks
+from processes import ranks
 
 import main
 from machinery import prompts, sampling
@@ -106,8 +106,6 @@ FEW = ["training.max_steps=1", "training.num_samples_per_step=2", "data.num_vali
 
 @pytest.mark.parametrize("command", [
     ["step.py", "--steps", "1", "--endless", "--shape", "small", *FEW],
-    pytest.param(["mistakes.py", "--gradients", str(ROOT), "no-mean", "{}/sketches", *FEW],
-                 marks=pytest.mark.soak),
     pytest.param(["changed.py", "mistakes/punished", "run.dir={}", *FEW], marks=pytest.mark.soak),
 ], ids=lambda command: command[0])
 def test_each_measurement_runs_and_ends_with_one_json_line(command, tmp_path):

@@ -150,8 +150,8 @@ def test_best_is_an_adapter_that_loads_from_anywhere_and_can_be_made_a_plain_mod
     assert start([*SMALL, *LORA, f"run.dir={tmp_path}"]) == 0
     monkeypatch.chdir("/")
     best, merged = tmp_path / "a" / "best", tmp_path / "merged"
-    # The lines of docs/models.md.
-    page = (ROOT / "docs" / "models.md").read_text()
+    # The lines of docs/run.md.
+    page = (ROOT / "docs" / "run.md").read_text()
     lines = re.search(r"```python\n(from peft .*?)```", page, re.DOTALL)[1]
     lines = lines.replace("runs/<name>/best", str(best)).replace('"merged"', f'"{merged}"')
     (tmp_path / "merge.py").write_text(lines)

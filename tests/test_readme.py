@@ -1,6 +1,7 @@
 """README and docs/ keep their word: the commands that they show are understood, the task that they
 show is trained on, the README's code is that of main.py, its answers are sampled, and all links
-lead somewhere. (That every metric is explained is in test_run.py.)"""
+lead somewhere, also those in the code, the recipes and the diffs. (That every metric is explained
+is in test_run.py.)"""
 
 import json
 import re
@@ -44,11 +45,13 @@ def arguments_of(command: str) -> list[str]:
 
 @pytest.fixture
 def own_task(tmp_path, monkeypatch):
-    """A folder with mytask.py of docs/tasks.md, and mine.jsonl as the command there makes it."""
-    page = (ROOT / "docs" / "tasks.md").read_text()
-    (tmp_path / "mytask.py").write_text(
-        re.search(r"```python\n(# mytask\.py.*?)```", page, re.DOTALL)[1])
-    makes_data = re.search(r"```bash\n(.*?> mine\.jsonl\n)", page, re.DOTALL)[1]
+    """A folder with the tasks of docs/task.md, and mine.csv as the command there makes it."""
+    page = (ROOT / "docs" / "task.md").read_text()
+    tasks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page, re.DOTALL)
+    assert {name for name, _ in tasks} >= {"mytask.py", "four.py", "terse.py"}
+    for name, text in tasks:
+        (tmp_path / name).write_text(text)
+    makes_data = re.search(r"```bash\n([^`]*?> mine\.csv\n)", page, re.DOTALL)[1]
     assert run("bash", "-c", makes_data, cwd=tmp_path).returncode == 0
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -69,7 +72,7 @@ def test_every_command_that_is_shown_has_settings_that_are_understood_and_script
 
 
 def test_the_task_that_docs_show_is_trained_on(own_task):
-    result = ranks(2, run_without_curves, "task.name=mytask.py", "data.dataset=mine.jsonl",
+    result = ranks(2, run_without_curves, "task.name=mytask.py", "data.dataset=mine.csv",
                    "training.max_steps=1", "training.max_new_gen_tokens=8",
                    "training.num_samples_per_step=2", "data.num_validation=4",
                    "validation.best_of_n=2", f"run.dir={own_task}", cwd=own_task)
@@ -94,13 +97,18 @@ def test_every_link_of_the_pages_and_of_the_program_leads_somewhere():
     for page in [*ROOT.glob("*.md"), *ROOT.glob("*/*.md")]:
         links += [(page.parent, page, link)
                   for link in re.findall(r"\]\(\s*([^)\s]+)\)", without_code(page))]
-    for source in [*ROOT.glob("*.py"), *ROOT.glob("*/*.py"), *ROOT.glob("*.yaml")]:
+    notebook = ROOT / "examples" / "notebook.ipynb"
+    links += [(notebook.parent, notebook, link)
+              for link in re.findall(r"\]\((\.\./[^)\s]+)\)", notebook.read_text())]
+    kinds = ("*.py", "*/*.py", "*.yaml", "*/*.yaml", "*/*.sh", "*/*.html", "*/*.diff",
+             "changes/*/*.diff", "*.md", "*/*.md")
+    for source in [path for kind in kinds for path in ROOT.glob(kind)]:
         links += [(ROOT, source, link)
-                  for link in re.findall(r"docs/[\w-]+\.md(?:#[\w-]+)?", source.read_text())]
+                  for link in re.findall(r"\bdocs/[\w-]+\.\w+(?:#[\w-]+)?", source.read_text())]
     assert len(links) > 200
     for folder, page, link in links:
         path, _, anchor = link.partition("#")
-        if path.startswith(("http", "../../")):  # The badge is a page of the hosting site.
+        if path.startswith(("http", "../../actions")):  # The badge is a page of the hosting site.
             continue
         target = folder / path if path else page
         assert target.exists(), (page, link)
@@ -134,10 +142,10 @@ def test_the_tables_of_a_page_come_from_the_runs(page):
 
 
 def test_the_tables_of_mistakes_come_from_the_runs(capsys):
-    mistakes.show_tables(*mistakes.results())
+    mistakes.show_tables(mistakes.results())
     tables = capsys.readouterr().out.split("\n\n")
-    assert len(tables) == 5
-    text = " ".join((ROOT / "docs" / "mistakes.md").read_text().split())
+    assert len(tables) == 3
+    text = " ".join((ROOT / "docs" / "evidence.md").read_text().split())
     for table in tables:
         assert " ".join(table.split()) in text
 

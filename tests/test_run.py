@@ -69,7 +69,7 @@ def test_each_metric_has_its_meaning_in_the_docs_and_no_other_has(two_ranks):
             if not name.endswith(("_low", "_high")):
                 measured.add(name)
 
-    page = (ROOT / "docs" / "numbers.md").read_text()
+    page = (ROOT / "docs" / "read.md").read_text()
     chapter = page.split("## Every metric\n")[1].split("\n## ")[0]
     explained = {"loss", "learning_rate"}
     for line in re.findall(r"^- (`.*?):[ \n]", f"{chapter}\n", re.MULTILINE):
