@@ -556,7 +556,8 @@ def cost_in_words(reached: list[dict], seeds: int) -> str:
         return "not reached"
     answers, tokens, seconds = [statistics.median(entry[name] for entry in reached)
                                 for name in ("answers", "tokens", "seconds")]
-    return f"{answers:,.0f} answers, {tokens / 1e6:.2f} M tokens, {seconds / 60:.1f} min"
+    words = f"{answers:,.0f} answers, {tokens / 1e6:.2f} M tokens, {seconds / 60:.1f} min"
+    return words if len(reached) == seeds else f"{words} ({len(reached)} of {seeds} seeds)"
 
 
 # {page: what it has of the results}
