@@ -235,10 +235,11 @@ def show_tables(runs: dict) -> None:
     print()
     show_costs([row for row in rows if row.name in COMPARED])
     hot, default, difference = evaluated_as_it_samples("hot", runs)
-    print(f"\nEvaluated at 0.6, `hot`, which also learns at 0.6, solves as much as the default does: "
-          f"{hot:.3f} and {default:.3f} ({difference}).", end=" ")
+    print(f"\nEvaluated at 0.6, `hot`, which also learns at 0.6, solves as much as the default "
+          f"does: {hot:.3f} and {default:.3f} ({difference}).", end=" ")
     hot, _, difference = evaluated_as_it_samples("hot-loss", runs)
-    print(f"`hot-loss`, which forgets the temperature in its loss, solves {hot:.3f} ({difference}).")
+    print("`hot-loss`, which forgets the temperature in its loss, solves "
+          f"{hot:.3f} ({difference}).")
 
 
 COLOURS = {"everything": "#d55e00", "something": "#e69f00"}
