@@ -168,7 +168,8 @@ def of_generate(policy: nn.Module, text: list[int], precision: str) -> Iterator[
     own, and their logits with the highest. Rounding may lead to a different token, but only to one
     with nearly the same logit."""
     long, short = split_text(text)
-    prompts = [long, short, long]
+    # Both begin alike, and `read_prompts` could share that. So one of them begins a token later.
+    prompts = [long, short[1:], long]
     temperature = policy.config.sampling.temperature
     most = policy.config.training.max_new_gen_tokens
     greedy = GenerationConfig(

@@ -75,7 +75,8 @@ def errors_of_phase(phase: str, steps_done: int) -> Iterator[None]:
         if is_out_of_memory(error):
             remedy = REMEDY_OF_PHASE.get(phase, LOAD_IN_LESS_MEMORY)
             raise UserError(f"out of memory in phase {phase}: {remedy}") from error
-        if "probability tensor contains" in str(error):
+        # `torch.multinomial` says one or the other.
+        if re.search("probability tensor contains|invalid multinomial dist", str(error)):
             raise UserError(f"after step {steps_done}, {OUT_OF_RANGE}") from error
         raise
 

@@ -76,7 +76,9 @@ def store_in_answers(batch: list[Any], **values: torch.Tensor) -> None:
 
 # ---------------------------------------------------------------- a forward pass
 
-def pad_right(rows: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def pad_right(
+    rows: Sequence[Sequence[int]], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the rows as one tensor, and which of its places aren't padding, both (rows, time).
     There's at least one place: an empty row gets one of padding."""
     ids = pad_sequence([torch.tensor(row or [0]) for row in rows], batch_first=True)
@@ -85,7 +87,9 @@ def pad_right(rows: list[list[int]], device: torch.device) -> tuple[torch.Tensor
     return ids.to(device), is_token.to(device)
 
 
-def pad_left(rows: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def pad_left(
+    rows: Sequence[Sequence[int]], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Like `pad_right`, with the padding before each row."""
     ids, is_token = pad_right([row[::-1] for row in rows], device)
     return ids.flip(1), is_token.flip(1)

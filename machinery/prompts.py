@@ -1,17 +1,24 @@
 """A prompt is read once for all of its answers, both in sampling and in learning."""
 
 import inspect
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 from machinery.passes import at_least_float32, body_of, output_logits, pad_left, pad_right
 
 MOST_LOGITS = 2**25  # tokens x vocabulary that exist at once, which take 128 MiB in float32
+SHORTEST_SHARED = 16  # A shorter beginning isn't worth a pass of its own.
 
 
 # ---------------------------------------------------------------- in learning
@@ -23,23 +30,23 @@ def states_at(
     the other. The model's output layer turns them into `model(ids, mask).logits[where]`.
 
     All three tensors are (rows, time), padded on the right, and a row's marked places follow each
-    other. What comes before them is its prompt. Equal prompts are read once, if the model can
-    continue from there for each of their rows."""
+    other. What comes before them is its prompt. Equal prompts and equal rows are read once, if the
+    model can continue from a prompt for each of its rows."""
     if not (keeps_cache(model) and can_branch(model)):
         output = body_of(model)(input_ids=ids, attention_mask=mask, use_cache=False)
         return output.last_hidden_state[where]
     # For a prompt p0 p1 p2 and an answer a0 a1, p2 and a0 are marked, because they predict a0 and
     # a1. So the prompt that is read once is p0 p1, and the rest of the row is p2 a0. A row without
     # marked places still has something to read.
-    prompts = []
-    rests = []
+    rows = []
     firsts = where.int().argmax(1).tolist()
     counts = where.sum(1).clamp(min=1).tolist()
     for row, first, count in zip(ids.tolist(), firsts, counts, strict=True):
-        prompts.append(row[:first])
-        rests.append(row[first:first + count])
+        rows.append((tuple(row[:first]), tuple(row[first:first + count])))
+    different, which = without_repeats(rows)
+    prompts, rests = zip(*different, strict=True)
     cache, prompt_mask = read_prompts(model, prompts)
-    rest_ids, is_rest = pad_right(rests, ids.device)  # (rows, longest rest)
+    rest_ids, is_rest = pad_right(rests, ids.device)  # (different rows, longest rest)
     whole_mask = torch.cat([prompt_mask, is_rest], 1)
     output = body_of(model)(
         input_ids=rest_ids,
@@ -48,8 +55,9 @@ def states_at(
         past_key_values=cache,
         use_cache=True,
     )
-    is_marked = is_rest & where.any(1)[:, None]
-    return output.last_hidden_state[is_marked]
+    which = torch.tensor(which, device=ids.device)
+    states = output.last_hidden_state.index_select(0, which)  # (rows, longest rest, width)
+    return states[is_rest[which] & where.any(1)[:, None]]
 
 
 def in_pieces(
@@ -99,21 +107,63 @@ def can_branch(model: Any) -> bool:
     return not (model.is_activation_checkpointing or has_running_state or is_sharded)
 
 
-def read_prompts(model: Any, prompts: list[list[int]]) -> tuple[Cache, torch.Tensor]:
+def read_prompts(
+    model: Any, prompts: Sequence[Sequence[int]]
+) -> tuple[Cache, torch.Tensor]:
     """Returns the KV cache of these prompts, and their mask, (prompts, time), with padding on the
-    left. Equal prompts are read once."""
-    index_of: dict[tuple[int, ...], int] = {}
-    which = []
-    for prompt in prompts:
-        which.append(index_of.setdefault(tuple(prompt), len(index_of)))
-    ids, mask = pad_left([list(prompt) for prompt in index_of], model.device)
+    left. Equal prompts are read once, and so is a long beginning that all of them share, such as a
+    system message."""
+    different, which = without_repeats([tuple(prompt) for prompt in prompts])
+    ids, mask = pad_left(different, model.device)
     cache = empty_cache(model)
+    num_read = 0  # so many columns of `ids` are in the cache already
+    shared = os.path.commonprefix(different)  # It's made for paths, but takes any sequences.
+    if len(different) > 1 and is_worth_sharing(len(shared), ids.shape[1], cache):
+        read_shared(model, shared, mask, cache)
+        num_read = len(shared)
     body_of(model)(
-        input_ids=ids, attention_mask=mask, position_ids=positions(mask), past_key_values=cache,
-        use_cache=True)
+        input_ids=ids[:, num_read:], attention_mask=mask,
+        position_ids=positions(mask)[:, num_read:], past_key_values=cache, use_cache=True)
     rows = torch.tensor(which, device=model.device)
-    keep_rows(cache, rows)
+    cache.reorder_cache(rows)
     return cache, mask[rows]
+
+
+def without_repeats(items: list) -> tuple[list, list[int]]:
+    """Returns the different items, and where among them each item is."""
+    place_of: dict = {}
+    places = [place_of.setdefault(item, len(place_of)) for item in items]
+    return list(place_of), places
+
+
+def is_worth_sharing(num_shared: int, longest: int, cache: Cache) -> bool:
+    # Other layers have a sliding window, for example, or a running state.
+    keeps_all_tokens = all(type(layer) is DynamicLayer for layer in cache.layers)
+    return keeps_all_tokens and num_shared >= max(SHORTEST_SHARED, longest / 2)
+
+
+def read_shared(model: Any, shared: Sequence[int], mask: torch.Tensor, cache: Cache) -> None:
+    """Fills the first columns of the cache with the beginning that all prompts share. It's read
+    once, and then moved to the right in each row, by as much padding as the row begins with:
+
+        p0 p1 p2 | a3 a4
+        -- p0 p1 | p2 b3    This prompt is shorter, so it reads p2 again.
+
+    That way padding never comes between two tokens. Some models count it as distance."""
+    ids = torch.tensor([shared], device=model.device)
+    body_of(model)(input_ids=ids, past_key_values=cache, use_cache=True)
+    places = positions(mask)[:, :len(shared)]  # (prompts, shared)
+    for layer in cache.layers:
+        if layer.is_initialized:
+            layer.keys = moved(layer.keys, places)
+            layer.values = moved(layer.values, places)
+
+
+def moved(states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Returns the states at these places, (prompts, heads, shared, width), of those of one row, (1,
+    heads, shared, width)."""
+    chosen = states[0].index_select(1, places.flatten())  # (heads, prompts * shared, width)
+    return chosen.unflatten(1, places.shape).transpose(0, 1)
 
 
 def empty_cache(model: Any) -> Cache:
@@ -124,12 +174,3 @@ def empty_cache(model: Any) -> Cache:
 def positions(mask: torch.Tensor) -> torch.Tensor:
     """Each row counts its own tokens from 0, however it's padded. `generate` does the same."""
     return (mask.cumsum(-1) - 1).clamp(min=0)
-
-
-def keep_rows(cache: Cache, rows: torch.Tensor) -> None:
-    """Keeps only these rows in the cache, in this order."""
-    for layer in cache.layers:
-        if isinstance(layer, LinearAttentionCacheLayerMixin):
-            layer.reorder_cache(rows)  # The library has no other name for it here.
-        else:
-            layer.batch_select_indices(rows)

@@ -2,7 +2,8 @@
 answers leave the batch as soon as they've ended."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -12,9 +13,10 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from machinery.errors import UserError
 from machinery.passes import pad_left
-from machinery.prompts import keep_rows, keeps_cache, read_prompts
+from machinery.prompts import keeps_cache, read_prompts
 
 TOKENS_PER_SLICE = 16  # After this many tokens, the answers that have ended leave the batch.
+LARGE_VOCABULARY = 2**14  # From here on it pays to draw tokens with `fast_draws`.
 CACHE_ROOM = 16  # This many tokens can be appended to a layer of the cache without copying it.
 # What `sample` sets. Other settings may count from the beginning of an answer, and would count anew
 # in each slice.
@@ -73,9 +75,10 @@ def generate(
     for num_done in range(0, settings.max_new_tokens, TOKENS_PER_SLICE):
         slice_settings.max_new_tokens = min(TOKENS_PER_SLICE, settings.max_new_tokens - num_done)
         noted = NotedLogProbs(settings.temperature)
-        sequences = sampler.generate(
-            ids, attention_mask=mask, past_key_values=cache, generation_config=slice_settings,
-            logits_processor=[noted])
+        with fast_draws(sampler):
+            sequences = sampler.generate(
+                ids, attention_mask=mask, past_key_values=cache, generation_config=slice_settings,
+                logits_processor=[noted])
         new_ids = sequences[:, ids.shape[1]:]  # (rows, slice), padding after a stop token
         log_probs = noted.of_tokens(sequences).tolist()  # of these
         still_open = []
@@ -93,9 +96,29 @@ def generate(
         ids = sequences[still_open]
         mask = pad(mask, (0, new_ids.shape[1]), value=True)[still_open]
         if cache is not None:
-            keep_rows(cache, torch.tensor(still_open, device=ids.device))
+            cache.reorder_cache(torch.tensor(still_open, device=ids.device))
     on_ended(len(completion_of_row))  # These are truncated.
     return completions
+
+
+@contextmanager
+def fast_draws(model: nn.Module) -> Iterator[None]:
+    """Within it, `torch.multinomial`, with which `generate` draws a token for each row, is fast on
+    a CPU, too. For a single draw, PyTorch makes a random number for each token of the vocabulary,
+    and with 49,152 tokens this takes twice as long as the output layer. For two draws with
+    replacement it makes two, so we ask for two and take the first."""
+    own = torch.multinomial
+
+    def draw(probabilities: torch.Tensor, num_samples: int) -> torch.Tensor:
+        # PyTorch sums them up from left to right, so in float32 it would lose rare tokens.
+        return own(probabilities.double(), num_samples + 1, replacement=True)[:, :num_samples]
+
+    if model.device.type == "cpu" and model.config.get_text_config().vocab_size >= LARGE_VOCABULARY:
+        torch.multinomial = draw
+    try:
+        yield
+    finally:
+        torch.multinomial = own
 
 
 def refuse_other_settings(settings: GenerationConfig) -> None:
@@ -138,11 +161,16 @@ class RoomyLayer(DynamicLayer):
         self.roomy_keys = layer.keys
         self.roomy_values = layer.values
 
-    def batch_select_indices(self, indices: torch.Tensor | slice, room: int = CACHE_ROOM) -> None:
+    def reorder_cache(self, rows: torch.Tensor) -> None:
         """Keeps these rows, and makes room after their tokens."""
+        self.keys = self.keys[rows]
+        self.values = self.values[rows]
+        self.make_room(CACHE_ROOM)
+
+    def make_room(self, room: int) -> None:
         time = self.keys.shape[2]
-        self.roomy_keys = pad(self.keys[indices], (0, 0, 0, room))
-        self.roomy_values = pad(self.values[indices], (0, 0, 0, room))
+        self.roomy_keys = pad(self.keys, (0, 0, 0, room))
+        self.roomy_values = pad(self.values, (0, 0, 0, room))
         self.keys = self.roomy_keys[:, :, :time]
         self.values = self.roomy_values[:, :, :time]
 
@@ -150,7 +178,7 @@ class RoomyLayer(DynamicLayer):
         time = self.keys.shape[2]
         num_new = key_states.shape[2]
         if time + num_new > self.roomy_keys.shape[2]:
-            self.batch_select_indices(slice(None), max(CACHE_ROOM, num_new))
+            self.make_room(max(CACHE_ROOM, num_new))
         self.roomy_keys[:, :, time:time + num_new] = key_states
         self.roomy_values[:, :, time:time + num_new] = value_states
         self.keys = self.roomy_keys[:, :, :time + num_new]

@@ -57,7 +57,7 @@ def test_sampling_processes_each_prompt_once_and_finished_answers_no_further(mon
     assert sum(lengths) <= num_tokens(shapes[1:]) < sum(lengths) + 4 * len(lengths)
 
 
-def test_learning_processes_each_prompt_once_a_micro_batch(one_rank):
+def test_learning_processes_each_prompt_and_each_row_once_a_micro_batch(one_rank):
     answers = make_trajectories(48, longest=40)
     for i, answer in enumerate(answers):
         answer.question = Question({}, PROMPTS[i // 16])
@@ -68,7 +68,9 @@ def test_learning_processes_each_prompt_once_a_micro_batch(one_rank):
     main.learn(
         make_policy(model, learning_config(training__tokens_per_micro_batch=10_000)), answers)
 
-    assert shapes == [PREFILL, (48, max(answer.num_tokens for answer in answers))]
+    rows = {(*answer.prompt_ids, *answer.completion_ids[:-1]) for answer in answers}
+    assert len(rows) == 47  # Two short answers to one question are alike but for their last token.
+    assert shapes == [PREFILL, (47, max(answer.num_tokens for answer in answers))]
 
 
 @pytest.mark.parametrize("most, times", [(40, 2), (10**6, 1)])
@@ -106,6 +108,7 @@ FEW = ["training.max_steps=1", "training.num_samples_per_step=2", "data.num_vali
 
 @pytest.mark.parametrize("command", [
     ["step.py", "--steps", "1", "--endless", "--shape", "small", *FEW],
+    ["where.py", "run.dir={}", *FEW],
     pytest.param(["changed.py", "mistakes/punished", "run.dir={}", *FEW], marks=pytest.mark.soak),
 ], ids=lambda command: command[0])
 def test_each_measurement_runs_and_ends_with_one_json_line(command, tmp_path):

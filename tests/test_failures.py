@@ -11,12 +11,15 @@ from datetime import timedelta
 import pytest
 import torch
 from conftest import (
+    PROMPTS,
     SMALL,
     make_config,
+    make_model,
     outcome,
     read_jsonl,
     run_folder,
     run_without_curves,
+    sample,
     start,
     training_steps,
 )
@@ -26,6 +29,7 @@ from transformers import AutoTokenizer
 
 import main
 from machinery import ranks as ranks_of_machinery
+from machinery import sampling
 from machinery.errors import UserError, errors_of_phase, is_out_of_memory
 from machinery.ranks import RANK
 from machinery.runs import step_of
@@ -86,10 +90,17 @@ def test_running_out_of_memory_is_known_by_its_many_names(error, expected):
     assert is_out_of_memory(error) == expected
 
 
-def test_a_model_that_gives_no_probabilities_is_blamed_on_the_learning_rate():
+@pytest.mark.parametrize("large_vocabulary", [1, 10**9], ids=["fast", "generate's own"])
+def test_a_model_that_gives_no_probabilities_is_blamed_on_the_learning_rate(
+        large_vocabulary, monkeypatch):
+    monkeypatch.setattr(sampling, "LARGE_VOCABULARY", large_vocabulary)
+    model = make_model()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.fill_(math.nan)
+
     with (pytest.raises(UserError, match="step 3, .* training.learning_rate"),
           errors_of_phase("sample", 3)):
-        raise RuntimeError("probability tensor contains either `inf`, `nan`")
+        sample(model, PROMPTS, 1)
 
 
 # ---------------------------------------------------------------- prompts and data

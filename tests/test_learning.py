@@ -33,6 +33,7 @@ from machinery.settings import is_due
 from machinery.tasks import Question
 
 pytestmark = pytest.mark.mathematics
+SYSTEM_MESSAGE = list(range(2, 18))  # longer than what follows it in any prompt
 
 
 # ---------------------------------------------------------------- the gradient
@@ -43,22 +44,28 @@ def small_passes(monkeypatch):
     monkeypatch.setattr("machinery.prompts.MOST_LOGITS", 10 * VOCABULARY)
 
 
-def make_pairs() -> list:
+def make_pairs(beginning: list[int] = ()) -> list:
     """Two answers to each question. So its prompt is processed once for both. The first is as short
-    as a prompt can be."""
+    as a prompt can be, unless all have a `beginning`. Two answers are equal but for the advantage,
+    and another begins like them."""
     answers = make_trajectories()
     for first, second in zip(answers[::2], answers[1::2]):
         second.question = first.question
+    answers[1].completion_ids[:] = answers[0].completion_ids[:1]
+    answers[5].completion_ids = answers[4].completion_ids
     answers[0].question.prompt_ids[:] = [5]
+    for answer in answers[::2]:
+        answer.question.prompt_ids[:0] = beginning
     return answers
 
 
 @pytest.mark.parametrize(("architecture", "dtype"), [
     ("gpt2", torch.float64), ("qwen2", torch.float32), ("gemma2", torch.float32)], ids=str)
-@pytest.mark.parametrize("tokens_per_micro_batch", [1, 50, 100_000])
+@pytest.mark.parametrize(("tokens_per_micro_batch", "beginning"), [
+    (1, []), (50, []), (100_000, []), (100, SYSTEM_MESSAGE), (100_000, SYSTEM_MESSAGE)])
 def test_loss_and_gradient_equal_the_plain_formula_for_any_micro_batch_size(
-        tokens_per_micro_batch, architecture, dtype, one_rank):
-    answers = make_pairs()
+        tokens_per_micro_batch, beginning, architecture, dtype, one_rank):
+    answers = make_pairs(beginning)
     expected_loss, expected = learn_in_plain_loops(answers, architecture, dtype)
     random.Random(1).shuffle(answers)  # Their order does not matter either.
     model = make_model(architecture, dtype)
@@ -117,6 +124,30 @@ def test_states_at_marked_places_become_the_models_own_logits_there(
         logits = model(torch.tensor([row])).logits[0]
         expected += [logits[t] for t, mark in enumerate(marks) if mark]
     assert torch.allclose(output_logits(model, states), torch.stack(expected), rtol=0, atol=1e-5)
+
+
+def test_equal_prompts_equal_rows_and_a_shared_beginning_are_read_once(monkeypatch):
+    def forward(input_ids, **named):
+        num_read.append(input_ids.numel())
+        return own_forward(input_ids=input_ids, **named)
+
+    model = make_model("qwen2")
+    own_forward = model.model.forward
+    num_read = []
+    monkeypatch.setattr(model.model, "forward", forward)
+    rows = []
+    is_before = []
+    for prompt, answer in (([5, 6], [7, 8]), ([5, 6], [7, 9]), ([5, 6], [4, 8]), ([3], [6, 2])):
+        rows.append([*SYSTEM_MESSAGE, *prompt, *answer])
+        is_before.append([False] * (len(rows[-1]) - 3) + [True, True, False])
+    ids, mask = pad_right(rows, model.device)
+    where, _ = pad_right(is_before, model.device)
+
+    prompts.states_at(model, ids, mask, where)
+
+    # The system message once, then the 5 of one prompt and the padding of the other, and then three
+    # rows: 6 7 (twice, as nobody asks what follows 8 or 9), 6 4 and 3 6.
+    assert num_read == [len(SYSTEM_MESSAGE), 2 * 1, 3 * 2]
 
 
 def test_only_answers_with_an_advantage_are_processed_and_gradients_are_shared_once_an_update(

@@ -52,7 +52,10 @@ def probabilities_of_pairs(model, temperature: float) -> torch.Tensor:
 
 
 @mathematics
-def test_samples_follow_the_models_softmax_whatever_its_generation_config_says():
+@pytest.mark.parametrize("draws", ["generate's own", "fast"])
+def test_samples_follow_the_models_softmax_whatever_its_generation_config_says(draws, monkeypatch):
+    if draws == "fast":
+        monkeypatch.setattr(sampling, "LARGE_VOCABULARY", VOCABULARY)
     model, temperature, num_samples = make_clear_model(), 0.6, 6000
     # A repetition penalty, for example, would show in the second token.
     model.generation_config = GenerationConfig(
@@ -150,6 +153,10 @@ def test_prefix_sharing_padding_and_leaving_early_change_no_token(
     assert greedy_samples(model, prompts, stop) == expected
     # Five rows a call. So groups are split between calls.
     assert greedy_samples(model, prompts, stop, max_rows=5) == expected
+    # All prompts begin with the same text, and go on for different lengths.
+    beginning = list(range(2, 18))
+    assert greedy_samples(model, [beginning + prompt for prompt in PROMPTS], NO_TOKEN) == [
+        greedy(model, beginning + prompt, 40, NO_TOKEN) for prompt in PROMPTS for _ in range(3)]
     # The shortest prompt that there can be, with no longer one beside it.
     assert greedy_samples(model, [[5]], stop) == [greedy(model, [5], 40, stop)] * 3
 
