@@ -525,7 +525,6 @@ COSTS = ROOT / "docs" / "costs.json"
 COSTED = {"tiny": "the tiny model, puzzles with three numbers",
           "lab": "the lab model, harder puzzles",
           "smollm2": "SmolLM2-135M-Instruct, sums of two numbers",
-          "smollm2-lora": "SmolLM2-135M-Instruct with LoRA, sums of two numbers",
           "qwen2.5-coder": "Qwen2.5-Coder-0.5B-Instruct with LoRA, sums of three numbers"}
 
 
