@@ -1,6 +1,6 @@
 """Sums and differences of whole numbers, for small chat models that know a little of them.
 
-    .venv/bin/torchrun --nproc-per-node=2 main.py --config recipes/smollm2-135m-cpu.yaml
+    .venv/bin/python main.py --config recipes/smollm2-135m-cpu.yaml
 
 `data.dataset` says which questions: how many numbers, from which range, and with which signs. The
 recipe has "numbers=2 low=10 high=99 signs=+", and "signs=+-" asks for differences, too. The
