@@ -1,4 +1,4 @@
-"""Where the time of a run goes, and what a part's matrix products and bytes take alone in this run.
+"""Where the time of a run on a CPU goes, and what the matrix products of each part take alone.
 
     .venv/bin/torchrun --nproc-per-node=2 bench/where.py run.dir=/tmp/where training.max_steps=10
 """
@@ -18,7 +18,8 @@ TIMED = [(main, "prepare", "start"), (main, "rollout", "sampling"), (main, "lear
          (torch.nn.functional, "scaled_dot_product_attention", "attention"),
          (sampling.RoomyLayer, "update", "cache"), (torch.optim.AdamW, "step", "AdamW"),
          (main, "policy_gradient", "loss and norm"), (torch.Tensor, "backward", "backward")]
-seconds: Counter = Counter()   # {part: without the parts within it}
+# {part: without the parts within it}
+seconds: Counter = Counter({"start: imports": time.process_time()})
 products: Counter = Counter()  # {(part, rows, in, out): how many matrix products}
 running: list[list] = []       # [name, seconds of the parts within it], the outermost first
 
@@ -63,18 +64,17 @@ def train(run) -> None:
         all_w = torch.ones(1 + 4 * 10**6 // (width_in * width_out), width_out, width_in)  # 16 MB
         spent = alone("for w in all_w: x @ w.T", x=torch.ones(rows, width_in), all_w=all_w)
         limit[name] += count * spent / len(all_w)
-    # A backward pass makes two products for one, and shares the gradients. AdamW reads four numbers
-    # for each weight and writes three. A copy reads one and writes one.
+    # Backward makes two products for one. AdamW reads or writes seven numbers, and a copy two.
     w = torch.ones(sum(p.numel() for p in run.optimizer.param_groups[0]["params"]))
     forward = sum(limit[name] for name in limit if name.startswith("learning"))
     limit["learning: backward"] = 2 * forward + run.step * alone("d.all_reduce(w)", d=dist, w=w)
     limit["learning: AdamW"] = run.step * 3.5 * alone("x.copy_(y)", x=w, y=w + 1)
+    say(f"{'part':32} seconds   alone   ratio")
     for name, spent in sorted(seconds.items()):
-        say(f"{name:32}{spent:8.1f}{limit[name]:8.1f}{spent / (limit[name] or spent):8.1f}")
+        say(f"{name:32}{spent:8.1f}{limit[name]:8.1f}{spent / (limit[name] or torch.nan):8.1f}")
 
 
 own_train, main.train, torch.nn.Linear.forward = main.train, train, multiply
 for where, attribute, name in TIMED:
     timed(where, attribute, name)
-seconds["start: imports"] = time.process_time()
 ranks.launch(main.main)

@@ -146,10 +146,10 @@ def read_shared(model: Any, shared: Sequence[int], mask: torch.Tensor, cache: Ca
     """Fills the first columns of the cache with the beginning that all prompts share. It's read
     once, and then moved to the right in each row, by as much padding as the row begins with:
 
-        p0 p1 p2 | a3 a4
-        -- p0 p1 | p2 b3    This prompt is shorter, so it reads p2 again.
+        p0 p1 p2 | x3 x4    What is left of the bar is in the cache, and the rest is yet to be read.
+        -- p0 p1 | p2 y3    This prompt is shorter, so it reads p2 again.
 
-    That way padding never comes between two tokens. Some models count it as distance."""
+    So padding never comes between two tokens. Some models would count it as distance."""
     ids = torch.tensor([shared], device=model.device)
     body_of(model)(input_ids=ids, past_key_values=cache, use_cache=True)
     places = positions(mask)[:, :len(shared)]  # (prompts, shared)

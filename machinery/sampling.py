@@ -1,5 +1,5 @@
-"""Hugging Face's `generate`, called for a few tokens at a time: equal prompts are read once, and
-answers leave the batch as soon as they've ended."""
+"""Hugging Face's `generate`, called for a few tokens at a time: what prompts have in common is read
+once, and answers leave the batch as soon as they've ended."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -106,7 +106,7 @@ def fast_draws(model: nn.Module) -> Iterator[None]:
     """Within it, `torch.multinomial`, with which `generate` draws a token for each row, is fast on
     a CPU, too. For a single draw, PyTorch makes a random number for each token of the vocabulary,
     and with 49,152 tokens this takes twice as long as the output layer. For two draws with
-    replacement it makes two, so we ask for two and take the first."""
+    replacement it makes two random numbers, so we ask for two and take the first."""
     own = torch.multinomial
 
     def draw(probabilities: torch.Tensor, num_samples: int) -> torch.Tensor:
