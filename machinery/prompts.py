@@ -55,9 +55,10 @@ def states_at(
         past_key_values=cache,
         use_cache=True,
     )
-    which = torch.tensor(which, device=ids.device)
-    states = output.last_hidden_state.index_select(0, which)  # (rows, longest rest, width)
-    return states[is_rest[which] & where.any(1)[:, None]]
+    place = torch.tensor(which, device=ids.device)  # (rows,)
+    states = output.last_hidden_state.index_select(0, place)  # (rows, longest rest, width)
+    is_marked = is_rest[place] & where.any(1)[:, None]  # (rows, longest rest)
+    return states[is_marked]
 
 
 def in_pieces(

@@ -57,10 +57,11 @@ def test_sampling_processes_each_prompt_once_and_finished_answers_no_further(mon
     assert sum(lengths) <= num_tokens(shapes[1:]) < sum(lengths) + 4 * len(lengths)
 
 
-def test_learning_processes_each_prompt_and_each_row_once_a_micro_batch(one_rank):
+@pytest.mark.parametrize("beginning", [[], list(range(2, 18))], ids=["", "a shared beginning"])
+def test_learning_processes_what_is_shared_once_a_micro_batch(beginning, one_rank):
     answers = make_trajectories(48, longest=40)
     for i, answer in enumerate(answers):
-        answer.question = Question({}, PROMPTS[i // 16])
+        answer.question = Question({}, beginning + PROMPTS[i // 16])
         answer.advantage = 1.0
     model = make_model()
     shapes = shapes_processed(model)
@@ -70,7 +71,8 @@ def test_learning_processes_each_prompt_and_each_row_once_a_micro_batch(one_rank
 
     rows = {(*answer.prompt_ids, *answer.completion_ids[:-1]) for answer in answers}
     assert len(rows) == 47  # Two short answers to one question are alike but for their last token.
-    assert shapes == [PREFILL, (47, max(answer.num_tokens for answer in answers))]
+    read_once = [(1, len(beginning))] if beginning else []
+    assert shapes == [*read_once, PREFILL, (47, max(answer.num_tokens for answer in answers))]
 
 
 @pytest.mark.parametrize("most, times", [(40, 2), (10**6, 1)])

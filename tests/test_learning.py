@@ -126,30 +126,6 @@ def test_states_at_marked_places_become_the_models_own_logits_there(
     assert torch.allclose(output_logits(model, states), torch.stack(expected), rtol=0, atol=1e-5)
 
 
-def test_equal_prompts_equal_rows_and_a_shared_beginning_are_read_once(monkeypatch):
-    def forward(input_ids, **named):
-        num_read.append(input_ids.numel())
-        return own_forward(input_ids=input_ids, **named)
-
-    model = make_model("qwen2")
-    own_forward = model.model.forward
-    num_read = []
-    monkeypatch.setattr(model.model, "forward", forward)
-    rows = []
-    is_before = []
-    for prompt, answer in (([5, 6], [7, 8]), ([5, 6], [7, 9]), ([5, 6], [4, 8]), ([3], [6, 2])):
-        rows.append([*SYSTEM_MESSAGE, *prompt, *answer])
-        is_before.append([False] * (len(rows[-1]) - 3) + [True, True, False])
-    ids, mask = pad_right(rows, model.device)
-    where, _ = pad_right(is_before, model.device)
-
-    prompts.states_at(model, ids, mask, where)
-
-    # The system message once, then the 5 of one prompt and the padding of the other, and then three
-    # rows: 6 7 (twice, as nobody asks what follows 8 or 9), 6 4 and 3 6.
-    assert num_read == [len(SYSTEM_MESSAGE), 2 * 1, 3 * 2]
-
-
 def test_only_answers_with_an_advantage_are_processed_and_gradients_are_shared_once_an_update(
         one_rank):
     answers = make_trajectories()
