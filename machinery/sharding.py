@@ -1,5 +1,6 @@
 """Weights, gradients and optimizer state, sharded over the ranks by `fully_shard`."""
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
@@ -14,6 +15,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from machinery.errors import as_user_error
 from machinery.passes import MadeUpAnswer
 from machinery.ranks import DEVICE, RANK, WORLD_SIZE
+
+# Its name from torch 2.13 on, and before.
+gather_rows = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Sharded(nn.Module):
@@ -65,10 +69,23 @@ def shard(
 
 def unsharded(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Returns the full tensor. A sharded one is first converted to `dtype`, if given, and then
-    gathered, which is collective."""
-    if isinstance(tensor, DTensor):
-        return tensor.to(dtype).full_tensor()
-    return tensor
+    gathered, which is collective.
+
+    DTensor's own `full_tensor` can make a run on CPUs stand still, or crash (seen with torch 2.13).
+    Two threads of gloo write the name of the last collective into one string, without a lock. If
+    the name has more than 15 letters, as that of the collective in `full_tensor` has, both may free
+    the same memory."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if not tensor.placements[0].is_shard():  # It's a sum over the ranks, as the gradient's norm is.
+        return tensor.full_tensor()
+    own = tensor.detach().to_local().to(dtype)
+    num_rows = math.ceil(len(tensor) / WORLD_SIZE)  # of a rank; the last ranks may have fewer
+    padded = own.new_zeros(num_rows, *own.shape[1:])
+    padded[:len(own)] = own
+    full = own.new_empty(WORLD_SIZE * num_rows, *own.shape[1:])
+    gather_rows(full, padded)
+    return full[:len(tensor)]
 
 
 def fill(tensor: torch.Tensor, values: torch.Tensor | None) -> None:

@@ -152,7 +152,7 @@ def ending_what_is_left(pids: list[int], outputs):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.send_signal(last_signal)
             psutil.wait_procs(family, timeout=3)
-        for path in outputs:
+        for path in sorted(outputs, key=lambda path: path.name):  # the stacks, on stderr, first
             if path.exists():
                 print(f"---------- {path.name}\n{path.read_text(errors='replace')}")
         raise
