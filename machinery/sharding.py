@@ -16,7 +16,7 @@ from machinery.errors import as_user_error
 from machinery.passes import MadeUpAnswer
 from machinery.ranks import DEVICE, RANK, WORLD_SIZE
 
-# Its name from torch 2.13 on, and before.
+# Newer versions of torch call it `all_gather_single`.
 gather_rows = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -72,19 +72,20 @@ def unsharded(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.T
     gathered, which is collective.
 
     DTensor's own `full_tensor` can make a run on CPUs stand still, or crash (seen with torch 2.13).
-    Two threads of gloo write the name of the last collective into one string, without a lock. If
-    the name has more than 15 letters, as that of the collective in `full_tensor` has, both may free
-    the same memory."""
+    Two threads of gloo write the name of the last collective into one string, without a lock. A
+    name of more than 15 characters, as `full_tensor`'s collective has, is in memory of its own,
+    which both threads may free."""
     if not isinstance(tensor, DTensor):
         return tensor
-    if not tensor.placements[0].is_shard():  # It's a sum over the ranks, as the gradient's norm is.
+    if not tensor.placements[0].is_shard():  # It's the norm of the gradient.
         return tensor.full_tensor()
-    own = tensor.detach().to_local().to(dtype)
-    num_rows = math.ceil(len(tensor) / WORLD_SIZE)  # of a rank; the last ranks may have fewer
-    padded = own.new_zeros(num_rows, *own.shape[1:])
-    padded[:len(own)] = own
+    own = tensor.detach().to_local().to(dtype).contiguous()
+    num_rows = math.ceil(len(tensor) / WORLD_SIZE)  # per rank; the last ranks may have fewer
+    missing = num_rows - len(own)
+    if missing:
+        own = torch.cat([own, own.new_zeros(missing, *own.shape[1:])])
     full = own.new_empty(WORLD_SIZE * num_rows, *own.shape[1:])
-    gather_rows(full, padded)
+    gather_rows(full, own)
     return full[:len(tensor)]
 
 
