@@ -11,22 +11,34 @@ from torch.utils.benchmark import Timer
 
 from machinery import prompts, ranks, sampling
 
-TIMED = [(main, "prepare", "start"), (main, "rollout", "sampling"), (main, "learn", "learning"),
-         (main, "evaluate", "evaluation"), (main, "save", "saving"),
-         (main.RunFolder, "save_model", "saving"), (main, "generate", "between passes"),
-         (sampling, "read_prompts", "prompts"), (prompts, "read_prompts", "prompts"),
-         (torch.nn.functional, "scaled_dot_product_attention", "attention"),
-         (sampling.RoomyLayer, "update", "cache"), (torch.optim.AdamW, "step", "AdamW"),
-         (main, "policy_gradient", "loss and norm"), (torch.Tensor, "backward", "backward")]
-# {part: without the parts within it}
-seconds: Counter = Counter({"start: imports": time.process_time()})
+# Where a function stands, its name there, and the part of the table that it is.
+TIMED = [
+    (main, "prepare", "start"),
+    (main, "rollout", "sampling"),
+    (main, "learn", "learning"),
+    (main, "evaluate", "evaluation"),
+    (main, "save", "saving"),
+    (main.RunFolder, "save_model", "saving"),
+    (main, "generate", "between passes"),
+    (sampling, "read_prompts", "prompts"),
+    (prompts, "read_prompts", "prompts"),
+    (torch.nn.functional, "scaled_dot_product_attention", "attention"),
+    (sampling.RoomyLayer, "update", "cache"),
+    (torch.optim.AdamW, "step", "AdamW"),
+    (main, "policy_gradient", "loss and norm"),
+    (torch.Tensor, "backward", "backward"),
+]
+seconds: Counter = Counter()   # {part: without the parts within it}
 products: Counter = Counter()  # {(part, rows, in, out): how many matrix products}
 running: list[list] = []       # [name, seconds of the parts within it], the outermost first
 
 
 def part() -> str:
+    """What's running now: the outermost part, and the innermost. All within `prompts` counts as
+    that."""
     names = [name for name, _ in running]
-    return f"{names[0]}: {'prompts' if 'prompts' in names else names[-1]}"
+    innermost = "prompts" if "prompts" in names else names[-1]
+    return f"{names[0]}: {innermost}"
 
 
 def timed(where, attribute: str, name: str) -> None:
@@ -38,43 +50,67 @@ def timed(where, attribute: str, name: str) -> None:
         started = time.perf_counter()
         result = own(*arguments, **named)
         spent = time.perf_counter() - started
-        seconds[current] += spent - running.pop()[1]
+        _, spent_within = running.pop()
+        seconds[current] += spent - spent_within
         if running:
             running[-1][1] += spent
         return result
+
     setattr(where, attribute, function)
 
 
 def multiply(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
     if running:
-        products[part(), x.numel() // x.shape[-1], x.shape[-1], len(layer.weight)] += 1
+        width_in = x.shape[-1]
+        rows = x.numel() // width_in
+        products[part(), rows, width_in, len(layer.weight)] += 1
     return torch.nn.functional.linear(x, layer.weight, layer.bias)
 
 
 def alone(statement: str, **values) -> float:
+    """The seconds that a statement takes alone."""
     return Timer(statement, globals=values, num_threads=torch.get_num_threads()).timeit(2).mean
+
+
+def seconds_alone(run) -> Counter:
+    """What the counted products take alone, and what backward passes and AdamW do besides."""
+    limits = Counter()
+    for (name, rows, width_in, width_out), count in products.items():
+        # Together, the weights are larger than a cache: 16 MB.
+        num_weights = 1 + 4 * 10**6 // (width_in * width_out)
+        weights = torch.ones(num_weights, width_out, width_in)
+        x = torch.ones(rows, width_in)
+        spent = alone("for w in weights: x @ w.T", x=x, weights=weights)
+        limits[name] += count * spent / num_weights
+
+    learned = sum(weight.numel() for weight in run.optimizer.param_groups[0]["params"])
+    numbers = torch.ones(learned)
+    # A backward pass makes two products for each one before it, and shares the gradients.
+    forward = sum(limits[name] for name in limits if name.startswith("learning"))
+    sharing = alone("dist.all_reduce(numbers)", dist=dist, numbers=numbers)
+    limits["learning: backward"] = 2 * forward + run.step * sharing
+    # AdamW reads or writes seven numbers for each weight, and a copy two.
+    copying = alone("there.copy_(numbers)", there=numbers + 1, numbers=numbers)
+    limits["learning: AdamW"] = run.step * copying * 7 / 2
+    return limits
 
 
 def train(run) -> None:
     timed(type(prompts.body_of(run.model)), "forward", "layers")
     timed(run.model.get_output_embeddings(), "forward", "head")
     own_train(run)
-    limit = Counter()
-    for (name, rows, width_in, width_out), count in products.items():
-        all_w = torch.ones(1 + 4 * 10**6 // (width_in * width_out), width_out, width_in)  # 16 MB
-        spent = alone("for w in all_w: x @ w.T", x=torch.ones(rows, width_in), all_w=all_w)
-        limit[name] += count * spent / len(all_w)
-    # Backward makes two products for one. AdamW reads or writes seven numbers, and a copy two.
-    w = torch.ones(sum(p.numel() for p in run.optimizer.param_groups[0]["params"]))
-    forward = sum(limit[name] for name in limit if name.startswith("learning"))
-    limit["learning: backward"] = 2 * forward + run.step * alone("d.all_reduce(w)", d=dist, w=w)
-    limit["learning: AdamW"] = run.step * 3.5 * alone("x.copy_(y)", x=w, y=w + 1)
+    limits = seconds_alone(run)
     say(f"{'part':32} seconds   alone   ratio")
     for name, spent in sorted(seconds.items()):
-        say(f"{name:32}{spent:8.1f}{limit[name]:8.1f}{spent / (limit[name] or torch.nan):8.1f}")
+        limit = limits[name]
+        ratio = f"{spent / limit:8.1f}" if limit else ""
+        say(f"{name:32}{spent:8.1f}{limit:8.1f}{ratio}")
 
 
-own_train, main.train, torch.nn.Linear.forward = main.train, train, multiply
+seconds["start: imports"] = time.process_time()
+own_train = main.train
+main.train = train
+torch.nn.Linear.forward = multiply
 for where, attribute, name in TIMED:
     timed(where, attribute, name)
 ranks.launch(main.main)

@@ -79,7 +79,7 @@ def unsharded(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.T
         return tensor
     if not tensor.placements[0].is_shard():  # It's the norm of the gradient.
         return tensor.full_tensor()
-    own = tensor.detach().to_local().to(dtype).contiguous()
+    own = tensor.detach().to_local().to(dtype)
     num_rows = math.ceil(len(tensor) / WORLD_SIZE)  # per rank; the last ranks may have fewer
     missing = num_rows - len(own)
     if missing:
