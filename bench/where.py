@@ -1,6 +1,8 @@
 """Where the time of a run on a CPU goes, and what the matrix products of each part take alone.
 
     .venv/bin/torchrun --nproc-per-node=2 bench/where.py run.dir=/tmp/where training.max_steps=10
+
+It expects one update per step and no gradient checkpointing, as with the default settings.
 """
 
 import time
@@ -20,8 +22,8 @@ TIMED = [
     (main, "save", "saving"),
     (main.RunFolder, "save_model", "saving"),
     (main, "generate", "between passes"),
-    (sampling, "read_prompts", "prompts"),
-    (prompts, "read_prompts", "prompts"),
+    (sampling, "read_prompts", "reading prompts"),
+    (prompts, "read_prompts", "reading prompts"),
     (torch.nn.functional, "scaled_dot_product_attention", "attention"),
     (sampling.RoomyLayer, "update", "cache"),
     (torch.optim.AdamW, "step", "AdamW"),
@@ -34,10 +36,10 @@ running: list[list] = []       # [name, seconds of the parts within it], the out
 
 
 def part() -> str:
-    """What's running now: the outermost part, and the innermost. All within `prompts` counts as
-    that."""
+    """What's running now: the outermost part, and the innermost. All that runs while
+    prompts are read counts as reading prompts."""
     names = [name for name, _ in running]
-    innermost = "prompts" if "prompts" in names else names[-1]
+    innermost = "reading prompts" if "reading prompts" in names else names[-1]
     return f"{names[0]}: {innermost}"
 
 
@@ -76,7 +78,7 @@ def seconds_alone(run) -> Counter:
     """What the counted products take alone, and what backward passes and AdamW do besides."""
     limits = Counter()
     for (name, rows, width_in, width_out), count in products.items():
-        # Together, the weights are larger than a cache: 16 MB.
+        # Enough weights to overflow a cache: 16 MB.
         num_weights = 1 + 4 * 10**6 // (width_in * width_out)
         weights = torch.ones(num_weights, width_out, width_in)
         x = torch.ones(rows, width_in)
@@ -89,7 +91,7 @@ def seconds_alone(run) -> Counter:
     forward = sum(limits[name] for name in limits if name.startswith("learning"))
     sharing = alone("dist.all_reduce(numbers)", dist=dist, numbers=numbers)
     limits["learning: backward"] = 2 * forward + run.step * sharing
-    # AdamW reads or writes seven numbers for each weight, and a copy two.
+    # For each weight, AdamW reads or writes seven numbers, and a copy reads or writes two.
     copying = alone("there.copy_(numbers)", there=numbers + 1, numbers=numbers)
     limits["learning: AdamW"] = run.step * copying * 7 / 2
     return limits
@@ -97,7 +99,7 @@ def seconds_alone(run) -> Counter:
 
 def train(run) -> None:
     timed(type(prompts.body_of(run.model)), "forward", "layers")
-    timed(run.model.get_output_embeddings(), "forward", "head")
+    timed(run.model.get_output_embeddings(), "forward", "output layer")
     own_train(run)
     limits = seconds_alone(run)
     say(f"{'part':32} seconds   alone   ratio")
@@ -107,7 +109,7 @@ def train(run) -> None:
         say(f"{name:32}{spent:8.1f}{limit:8.1f}{ratio}")
 
 
-seconds["start: imports"] = time.process_time()
+seconds["start: imports"] = time.process_time()  # The clock began before this script did.
 own_train = main.train
 main.train = train
 torch.nn.Linear.forward = multiply

@@ -77,7 +77,7 @@ def unsharded(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.T
     which both threads may free."""
     if not isinstance(tensor, DTensor):
         return tensor
-    if not tensor.placements[0].is_shard():  # It's the norm of the gradient.
+    if not tensor.placements[0].is_shard():  # the gradient's norm, which isn't gathered
         return tensor.full_tensor()
     own = tensor.detach().to_local().to(dtype)
     num_rows = math.ceil(len(tensor) / WORLD_SIZE)  # per rank; the last ranks may have fewer

@@ -134,7 +134,7 @@ def learn_both_ways():
             found = after_four_steps(sharded)
         # gloo could free this one's name twice: see `unsharded`.
         assert "_c10d_functional::all_gather_into_tensor" not in collectives.names
-        assert "c10d::_allgather_base_" in collectives.names
+        assert "c10d::_allgather_base_" in collectives.names  # It did note collectives.
         assert found.keys() == expected.keys()
         for kind in expected:
             error = relative_error(found[kind], expected[kind])
